@@ -1,0 +1,1 @@
+"""The nouns every room shares. Imports nothing else of rlmix and nothing heavy."""

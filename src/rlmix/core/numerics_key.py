@@ -1,0 +1,36 @@
+"""The label that says in which numbers a token was sampled."""
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NumericsKey:
+    """Everything that decides the bits of a sampler's logprobs. Stored with every sample."""
+
+    accelerator: str
+    """As detected on the node; for the embedded engine the accelerator it emulates."""
+    weights: str
+    activations: str
+    kv: str
+    attention: str
+    linear_attention: str = "none"
+    state_dtype: str = "none"
+    moe: str = "grouped"
+    gemm: str = "native"
+    tp: int = 1
+    engine: str = "embedded"
+    engine_version: str = ""
+    is_emulated: bool = True
+    """True when the accelerator is not there and its formats are reproduced on another chip."""
+
+    def compact(self) -> str:
+        """One line for records and table cells, e.g. `b200/nvfp4/a=bf16/kv=fp8/...`."""
+        head = (
+            f"{self.accelerator}/{self.weights}/a={self.activations}/kv={self.kv}"
+            f"/attn={self.attention}/lin={self.linear_attention}/state={self.state_dtype}"
+            f"/moe={self.moe}/gemm={self.gemm}/tp={self.tp}/{self.engine}-{self.engine_version}"
+        )
+        return f"{head}/{'emulated' if self.is_emulated else 'real'}"
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
