@@ -1,0 +1,1 @@
+"""The wiring of a training run: one place where the rooms meet."""
