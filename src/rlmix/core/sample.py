@@ -33,4 +33,7 @@ class TrainSample:
     """int32 [total slots]."""
     kept_logprobs: np.ndarray | None = None
     """float32 [total slots], the sampler's, summing to 1 per token in exp."""
+    kept_exact: bool = True
+    """True: the kept sets are the whole support that was sampled from. False: they are only the
+    most likely candidates, with full-vocabulary logprobs that sum to less than 1 in exp."""
     reward: float = 0.0

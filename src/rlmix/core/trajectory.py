@@ -56,6 +56,9 @@ class Turn:
     """Token ids of each position's kept set; None when nothing was cut off."""
     kept_logprobs: tuple[tuple[float, ...], ...] | None = None
     """Sampler logprobs over each kept set, in the order of `kept_ids`; sums to 1 in exp."""
+    kept_exact: bool = True
+    """True: the kept sets are the whole support that was sampled from. False: they are only the
+    most likely candidates, with full-vocabulary logprobs that sum to less than 1 in exp."""
     observation_ids: tuple[int, ...] = ()
     """Ids appended after the turn (tool output, next generation prompt); never trained on."""
     version_spans: tuple[VersionSpan, ...] = ()
