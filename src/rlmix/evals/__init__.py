@@ -1,0 +1,1 @@
+"""Scoring a policy without training it."""
