@@ -1,0 +1,270 @@
+"""Weights that repair the gap between the policy that sampled and the policy that learns.
+
+Per token position: q is the sampler's distribution, p the trainer's current one, both at the same
+temperature and on the same support; d = log p - log q is the log-ratio of the sampled token.
+
+Invariants: everything here except the log p inside the centering sum is detached; log-ratios are
+clamped before `exp`; one rule decides the weight of the sampled token and of every candidate, so
+that the centering term is the exact expectation of the weighted score.
+"""
+
+# T policy tokens, K candidate slots
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlmix.algos.support import Support, kept_mask
+
+IMPORTANCE_KINDS = ("none", "tis", "mis", "cispo", "ppo", "gspo")
+
+CENTERED_KINDS = ("none", "tis", "mis", "cispo")
+"""Kinds whose weight is a function of the ratio alone. PPO's clip depends on the advantage's sign
+and GSPO's weight on the other tokens, so a centering term for them is not defined."""
+
+LOG_RATIO_LIMIT = 20.0
+"""Nats. exp(20) = 4.9e8 is far outside every useful bound, and its square is still a float32."""
+
+LOGPROB_FLOOR = -1e4
+"""Nats. Stands in for -inf (a token the trainer gives no probability at all): the loss stays
+finite and no gradient flows through it. Real softmax tails end long before."""
+
+TAIL_FLOOR = 1e-6
+"""Probability. Tail masses are 1 minus a float32 sum, so below this they are rounding noise."""
+
+BOUND_ROUNDING_EPS = 16
+"""Bounds are inclusive up to this many machine epsilons in the log-ratio: log 0.5 - log 0.1 and
+log 5 differ in the last bit."""
+
+
+def in_compute_dtype(values: Tensor) -> Tensor:
+    """float64 stays; everything narrower (bfloat16 above all) is computed in float32."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def log_ratio(trainer_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor:
+    """d = log p - log q, detached, float32 or float64, same shape. -inf becomes the floor."""
+    trainer = in_compute_dtype(trainer_logprobs.detach()).clamp(min=LOGPROB_FLOOR)
+    sampler = in_compute_dtype(sampler_logprobs.detach()).clamp(min=LOGPROB_FLOOR)
+    return trainer - sampler
+
+
+def is_outside(log_ratios: Tensor, *, low: float, high: float) -> Tensor:
+    """bool: True where exp(d) lies outside [low, high], bounds inclusive up to rounding."""
+    slack = BOUND_ROUNDING_EPS * torch.finfo(log_ratios.dtype).eps
+    log_low = math.log(low) if low > 0 else -math.inf
+    log_high = math.log(high) if high > 0 else -math.inf
+    return (log_ratios < log_low - slack) | (log_ratios > log_high + slack)
+
+
+def ratio_weights(log_ratios: Tensor, *, kind: str, low: float, high: float) -> Tensor:
+    """f(r) for every log-ratio, elementwise: 1, min(r, high), r inside the bounds, or clip.
+
+    Args:
+        log_ratios: float32 or float64, any shape.
+        kind: one of `CENTERED_KINDS`.
+        low, high: bounds on r itself. "tis" ignores `low`, "none" both.
+    Returns:
+        Same shape and dtype, >= 0.
+    """
+    ratios = log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    if kind == "none":
+        return torch.ones_like(ratios)
+    if kind == "tis":
+        return ratios.clamp(max=high)
+    if kind == "mis":
+        return ratios.masked_fill(is_outside(log_ratios, low=low, high=high), 0.0)
+    if kind == "cispo":
+        return ratios.clamp(min=low, max=high)
+    raise ValueError(
+        f"corrections: the weight of {kind!r} is not a function of the ratio alone; "
+        f"use one of {', '.join(CENTERED_KINDS)}"
+    )
+
+
+def surrogate_weights(log_ratios: Tensor, advantages: Tensor, *, low: float, high: float) -> Tensor:
+    """The weight that a clipped surrogate min(r A, clip(r, low, high) A) puts on A * score.
+
+    r where the minimum still moves with r, else 0: a good token is no longer pushed up once r is
+    above `high`, a bad one no longer down once r is below `low`.
+    Source: arXiv:1707.06347.
+    """
+    ratios = log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    is_clipped = ((advantages > 0) & (ratios > high)) | ((advantages < 0) & (ratios < low))
+    return ratios.masked_fill(is_clipped, 0.0)
+
+
+def sequence_log_ratio(log_ratios_T: Tensor, sequences_T: Tensor) -> Tensor:
+    """[T] mean log-ratio of the sequence each token belongs to (its length-normalised ratio).
+
+    Args:
+        log_ratios_T: float [T].
+        sequences_T: int64 [T], any ids >= 0; equal ids belong together.
+    Source: arXiv:2507.18071 (GSPO).
+    """
+    _, index_T = torch.unique(sequences_T, return_inverse=True)
+    num_sequences = int(index_T.max()) + 1 if index_T.numel() else 0
+    sums = log_ratios_T.new_zeros(num_sequences).index_add(0, index_T, log_ratios_T)
+    counts = torch.bincount(index_T, minlength=num_sequences).to(sums.dtype)
+    return (sums / counts)[index_T]
+
+
+def check_bounds(*, kind: str, low: float, high: float) -> None:
+    """Raises ValueError for an unknown kind or bounds that would keep nothing."""
+    if kind not in IMPORTANCE_KINDS:
+        raise ValueError(
+            f"corrections: importance={kind!r} is unknown; use one of {', '.join(IMPORTANCE_KINDS)}"
+        )
+    if kind != "none" and not (high > 0 and (kind == "tis" or 0 <= low <= high)):
+        raise ValueError(
+            f"corrections: low={low}, high={high} for {kind!r}; bounds are on the ratio p/q, "
+            "0 <= low <= high and high > 0"
+        )
+
+
+def importance_weights(
+    trainer_logprobs_T: Tensor,
+    sampler_logprobs_T: Tensor,
+    *,
+    kind: str,
+    low: float,
+    high: float,
+    advantages_T: Tensor | None = None,
+    sequences_T: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """The detached weight of each sampled token's score.
+
+    Args:
+        trainer_logprobs_T: float [T], natural log, of the policy being updated (no frozen copy).
+        sampler_logprobs_T: float [T], natural log, as the engine that sampled reported it.
+        kind: "none" 1; "tis" min(r, high); "mis" r inside [low, high], else 0; "cispo"
+            clip(r, low, high); "ppo" r unless the clipped surrogate is flat there; "gspo" the
+            same rule on the sequence's length-normalised ratio.
+        low, high: inclusive bounds on the ratio r = p/q.
+        advantages_T: float [T]; needed by "ppo" and "gspo", whose clip depends on its sign.
+        sequences_T: int64 [T]; needed by "gspo".
+    Returns:
+        (weights float32 or float64 [T], metrics): `correction/masked_frac` (weight 0),
+        `correction/outside_frac` (ratio outside [low, high], whatever the kind),
+        `correction/ess_frac` ((sum w)^2 / (T sum w^2)), `correction/ratio_mean`.
+    Raises:
+        ValueError: unknown kind, impossible bounds, a missing argument.
+    Source: "tis" fengyao.notion.site/off-policy-rl; "mis" arXiv:2510.18855 (IcePop); "cispo"
+        arXiv:2506.13585; "ppo" arXiv:1707.06347; "gspo" arXiv:2507.18071.
+    """
+    check_bounds(kind=kind, low=low, high=high)
+    log_ratios_T = unit_log_ratio(
+        log_ratio(trainer_logprobs_T, sampler_logprobs_T), kind=kind, sequences_T=sequences_T
+    )
+    weights_T = applied_weights(
+        log_ratios_T, kind=kind, low=low, high=high, advantages_T=advantages_T
+    )
+    outside_T = is_outside(log_ratios_T, low=0.0 if kind == "tis" else low, high=high)
+    return weights_T, weight_metrics(weights_T, log_ratios_T, outside_T)
+
+
+def unit_log_ratio(log_ratios_T: Tensor, *, kind: str, sequences_T: Tensor | None) -> Tensor:
+    """[T] the log-ratio that the weight is a function of: the token's, or its sequence's."""
+    if kind != "gspo":
+        return log_ratios_T
+    if sequences_T is None:
+        raise ValueError("corrections: gspo needs sequences_T, the sequence of each token")
+    return sequence_log_ratio(log_ratios_T, sequences_T)
+
+
+def applied_weights(
+    log_ratios_T: Tensor, *, kind: str, low: float, high: float, advantages_T: Tensor | None
+) -> Tensor:
+    """[T] the weight on A * score for every kind; `log_ratios_T` as `unit_log_ratio` gives it."""
+    if kind not in ("ppo", "gspo"):
+        return ratio_weights(log_ratios_T, kind=kind, low=low, high=high)
+    if advantages_T is None:
+        raise ValueError(f"corrections: {kind} needs advantages_T, its clip follows the sign")
+    advantages_T = in_compute_dtype(advantages_T.detach())
+    return surrogate_weights(log_ratios_T, advantages_T, low=low, high=high)
+
+
+def weight_metrics(weights_T: Tensor, log_ratios_T: Tensor, outside_T: Tensor) -> dict[str, float]:
+    """Health of a set of weights; without tokens nothing is masked and the ESS is 1."""
+    num_tokens = weights_T.numel()
+    if num_tokens == 0:
+        return {
+            "correction/masked_frac": 0.0,
+            "correction/outside_frac": 0.0,
+            "correction/ess_frac": 1.0,
+            "correction/ratio_mean": 1.0,
+        }
+    ratios_T = log_ratios_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().double()
+    return {
+        "correction/masked_frac": float((weights_T == 0).double().mean()),
+        "correction/outside_frac": float(outside_T.double().mean()),
+        "correction/ess_frac": effective_sample_frac(weights_T),
+        "correction/ratio_mean": float(ratios_T.mean()),
+    }
+
+
+def effective_sample_frac(weights_T: Tensor) -> float:
+    """(sum w)^2 / (T sum w^2): 1 when all weights agree, 1/T when one token has them all."""
+    weights_T = weights_T.double()
+    squares = float((weights_T**2).sum())
+    if squares == 0.0:
+        return 0.0
+    return float(weights_T.sum()) ** 2 / (weights_T.numel() * squares)
+
+
+@dataclass(frozen=True, slots=True)
+class CenteringTerm:
+    """The expectation of the weighted score under the sampler, as a term of the loss."""
+
+    sum_T: Tensor
+    """[T] sum over candidates of sg[c] log p; its gradient is E_q[f(r) grad log p]."""
+    coeff_l1_T: Tensor
+    """[T] detached. L1 norm of that gradient in the candidates' logits: the size of the push that
+    centering removes, 0 when the policies agree."""
+    tail_ratio_T: Tensor
+    """[T] detached. Tail mass of the sampler over that of the trainer; 1 with exact support."""
+
+
+def centering_term(support: Support, *, kind: str, low: float, high: float) -> CenteringTerm:
+    """Score centering: what to subtract so that a constant advantage pushes nowhere.
+
+    With m_v = q_v f(p_v / q_v), the term is sum_v m_v log p_v. On an exact support that is all.
+    On a head H the tail is modelled as q = rho p with rho = (1 - Q_H) / (1 - P_H); because
+    sum_v p_v grad log p_v = 0 over the vocabulary, the tail folds into the head as
+    c_v = m_v - alpha p_v with alpha = rho f(1 / rho).
+
+    Args:
+        support: candidates of T tokens; padded slots are ignored.
+        kind, low, high: as in `importance_weights`; `kind` must be one of `CENTERED_KINDS`.
+    Returns:
+        `CenteringTerm`, float32 or float64.
+    Source: arXiv:2609.20807.
+    """
+    kept_TK = kept_mask(support.sampler_logprobs_TK)
+    # Padded slots are replaced before any arithmetic: 0 * inf would be nan.
+    trainer_TK = in_compute_dtype(support.trainer_logprobs_TK).masked_fill(~kept_TK, 0.0)
+    trainer_TK = trainer_TK.clamp(min=LOGPROB_FLOOR)
+    sampler_TK = in_compute_dtype(support.sampler_logprobs_TK.detach()).masked_fill(~kept_TK, 0.0)
+    weights_TK = ratio_weights(log_ratio(trainer_TK, sampler_TK), kind=kind, low=low, high=high)
+    q_TK = sampler_TK.exp().masked_fill(~kept_TK, 0.0)
+    p_TK = trainer_TK.detach().exp().masked_fill(~kept_TK, 0.0)
+    mass_TK = q_TK * weights_TK
+    if support.is_exact:
+        # The same gradient as mass_TK, since sum_v p_v grad log p_v = 0 on the support.
+        push_TK = mass_TK - mass_TK.sum(dim=1, keepdim=True) * p_TK
+        coeff_TK = mass_TK
+        tail_ratio_T = torch.ones_like(q_TK[:, 0]) if q_TK.shape[1] else q_TK.sum(dim=1) + 1.0
+    else:
+        q_tail_T = (1.0 - q_TK.sum(dim=1)).clamp(min=TAIL_FLOOR)
+        p_tail_T = (1.0 - p_TK.sum(dim=1)).clamp(min=TAIL_FLOOR)
+        tail_ratio_T = q_tail_T / p_tail_T
+        tail_weight_T = ratio_weights(-tail_ratio_T.log(), kind=kind, low=low, high=high)
+        push_TK = mass_TK - (tail_ratio_T * tail_weight_T)[:, None] * p_TK
+        coeff_TK = push_TK
+    return CenteringTerm(
+        sum_T=(coeff_TK * trainer_TK).sum(dim=1),
+        coeff_l1_T=push_TK.abs().sum(dim=1),
+        tail_ratio_T=tail_ratio_T,
+    )

@@ -1,0 +1,159 @@
+"""The prefix of four tokens is the one of docs/algorithms.md."""
+
+import math
+
+import pytest
+import torch
+
+from rlmix.algos.corrections import (
+    applied_weights,
+    centering_term,
+    effective_sample_frac,
+    importance_weights,
+    sequence_log_ratio,
+)
+from rlmix.algos.support import Support
+
+P = torch.tensor([0.60, 0.25, 0.13, 0.02], dtype=torch.float64)
+Q = torch.tensor([0.45, 0.25, 0.12, 0.18], dtype=torch.float64)
+
+
+def weights_of(ratios, *, kind, low=0.5, high=5.0):
+    trainer = torch.tensor(ratios, dtype=torch.float64).log()
+    weights, _ = importance_weights(
+        trainer, torch.zeros_like(trainer), kind=kind, low=low, high=high
+    )
+    return weights.tolist()
+
+
+def test_mis_keeps_the_ratio_inside_inclusive_bounds_and_zeroes_the_rest():
+    assert weights_of([0.49, 0.5, 5.0, 5.01], kind="mis") == pytest.approx([0, 0.5, 5, 0])
+    ratios = [0.1, 0.4999, 0.5, 2.0, 2.0001, 4.0, 5.0, 5.0001]
+    assert weights_of(ratios, kind="mis") == pytest.approx([0, 0, 0.5, 2, 2.0001, 4, 5, 0])
+
+
+def test_tis_caps_at_high_and_ignores_low():
+    ratios = [0.1, 0.4999, 0.5, 2.0, 2.0001, 4.0, 5.0, 5.0001]
+    expected = [0.1, 0.4999, 0.5, 2, 2, 2, 2, 2]
+    assert weights_of(ratios, kind="tis", low=9.0, high=2.0) == pytest.approx(expected)
+
+
+def test_none_weighs_one_and_cispo_clips_both_ways():
+    assert weights_of([0.1, 3.0], kind="none") == [1.0, 1.0]
+    assert weights_of([0.1, 3.0, 9.0], kind="cispo") == pytest.approx([0.5, 3.0, 5.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("p", "q"), [(0.5, 0.1), (0.05, 0.1), (1e-3, 2e-4), (0.15, 0.3)])
+def test_bounds_stay_inclusive_when_the_logarithms_round(dtype, p, q):
+    trainer = torch.tensor([p], dtype=torch.float64).log().to(dtype)
+    sampler = torch.tensor([q], dtype=torch.float64).log().to(dtype)
+    weights, _ = importance_weights(trainer, sampler, kind="mis", low=0.5, high=5.0)
+    assert weights.item() == pytest.approx(p / q, rel=1e-5)
+
+
+def test_ppo_stops_good_tokens_above_and_bad_tokens_below_the_clip():
+    ratios = torch.tensor([1.3, 1.3, 0.7, 0.7, 1.0], dtype=torch.float64)
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0], dtype=torch.float64)
+    weights = applied_weights(ratios.log(), kind="ppo", low=0.8, high=1.2, advantages_T=advantages)
+    assert weights.tolist() == pytest.approx([0.0, 1.3, 0.7, 0.0, 1.0])
+
+
+def test_gspo_gives_every_token_its_sequences_geometric_mean_ratio():
+    # ratios (1.25, 1, 0.5) have the geometric mean 0.854988, (1, 3, 1) have 1.442250
+    log_ratios = torch.tensor([1.25, 1, 0.5, 1, 3, 1], dtype=torch.float64).log()
+    sequences = torch.tensor([4, 4, 4, 9, 9, 9])
+    means = sequence_log_ratio(log_ratios, sequences).exp().tolist()
+    assert means == pytest.approx([0.854988] * 3 + [1.442250] * 3, abs=1e-6)
+
+
+def test_infinite_and_huge_ratios_stay_finite():
+    trainer = torch.tensor([0.0, -math.inf, -math.inf, -0.1])
+    sampler = torch.tensor([-math.inf, 0.0, -math.inf, -95.0])
+    for kind in ("none", "tis", "mis", "cispo"):
+        weights, metrics = importance_weights(trainer, sampler, kind=kind, low=0.5, high=5.0)
+        assert torch.isfinite(weights).all()
+        assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_weights_carry_no_gradient_and_bfloat16_is_computed_in_float32():
+    trainer = torch.tensor([-1.0, -2.0], dtype=torch.bfloat16, requires_grad=True)
+    weights, _ = importance_weights(
+        trainer, torch.tensor([-1.5, -1.0]), kind="mis", low=0.1, high=5.0
+    )
+    assert weights.dtype == torch.float32
+    assert not weights.requires_grad
+    assert weights.tolist() == pytest.approx([math.exp(0.5), math.exp(-1.0)], rel=1e-6)
+
+
+def test_effective_sample_share_of_the_worked_example():
+    # trainer (.5 .25 .1 / .3 .3 .3) over sampler (.4 .25 .2 / .3 .1 .3): r = 1.25 1 .5 / 1 3 1
+    ratios = torch.tensor([1.25, 1, 0.5, 1, 3, 1], dtype=torch.float64)
+    assert effective_sample_frac(ratios) == pytest.approx(0.724736, abs=1e-6)
+    assert effective_sample_frac(ratios.clamp(max=2)) == pytest.approx(0.861702, abs=1e-6)
+    _, metrics = importance_weights(
+        ratios.log(), torch.zeros_like(ratios), kind="tis", low=0.0, high=2.0
+    )
+    assert metrics["correction/ess_frac"] == pytest.approx(0.861702, abs=1e-6)
+    assert metrics["correction/outside_frac"] == pytest.approx(1 / 6)
+    assert metrics["correction/masked_frac"] == 0.0
+    assert metrics["correction/ratio_mean"] == pytest.approx(7.75 / 6)
+
+
+def test_share_of_masked_tokens_counts_zero_weights():
+    trainer = torch.tensor([0.49, 0.5, 5.0, 5.01]).log()
+    _, metrics = importance_weights(trainer, torch.zeros(4), kind="mis", low=0.5, high=5.0)
+    assert metrics["correction/masked_frac"] == 0.5
+
+
+def test_no_tokens_give_neutral_numbers():
+    weights, metrics = importance_weights(
+        torch.zeros(0), torch.zeros(0), kind="mis", low=0.5, high=5.0
+    )
+    assert weights.numel() == 0
+    assert metrics["correction/ess_frac"] == 1.0
+    assert metrics["correction/masked_frac"] == 0.0
+
+
+def test_wrong_arguments_are_refused_with_what_is_allowed():
+    zeros = torch.zeros(1)
+    with pytest.raises(ValueError, match="importance='miss' is unknown; use one of none, tis, mis"):
+        importance_weights(zeros, zeros, kind="miss", low=0.5, high=5.0)
+    with pytest.raises(ValueError, match="0 <= low <= high"):
+        importance_weights(zeros, zeros, kind="mis", low=5.0, high=0.5)
+    with pytest.raises(ValueError, match="ppo needs advantages_T"):
+        importance_weights(zeros, zeros, kind="ppo", low=0.8, high=1.2)
+    with pytest.raises(ValueError, match="gspo needs sequences_T"):
+        importance_weights(zeros, zeros, kind="gspo", low=0.8, high=1.2, advantages_T=zeros)
+
+
+def test_head_of_two_models_the_tail_and_can_hide_a_masked_token():
+    # head A, B: tail masses .30 and .15, rho = 2; D's true ratio is .11, the model says .5
+    support = Support(P[None, :2].log(), Q[None, :2].log(), False)
+    plain = centering_term(support, kind="none", low=0.5, high=5.0)
+    assert plain.tail_ratio_T.item() == pytest.approx(2.0)
+    # c = q - 2 p = (-.75, -.25)
+    assert plain.coeff_l1_T.item() == pytest.approx(1.0)
+    assert plain.sum_T.item() == pytest.approx(-0.75 * math.log(0.6) - 0.25 * math.log(0.25))
+    for kind, high in (("tis", 2.0), ("mis", 5.0)):
+        term = centering_term(support, kind=kind, low=0.5, high=high)
+        assert term.coeff_l1_T.item() == pytest.approx(0.0, abs=1e-12)
+
+
+def test_coefficient_size_is_the_push_that_centering_removes():
+    # MIS on the four tokens: mu = (.012, .005, .0026, -.0196), L1 norm .0392
+    support = Support(P[None].log(), Q[None].log(), True)
+    term = centering_term(support, kind="mis", low=0.5, high=5.0)
+    assert term.coeff_l1_T.item() == pytest.approx(0.0392)
+    assert term.tail_ratio_T.item() == 1.0
+    same = centering_term(Support(Q[None].log(), Q[None].log(), True), kind="none", low=0, high=1)
+    assert same.coeff_l1_T.item() == pytest.approx(0.0, abs=1e-15)
+
+
+def test_empty_tails_of_a_head_stay_finite():
+    # the head holds everything: both tails are rounding noise and meet at the floor
+    logprobs = torch.tensor([[0.7, 0.3]]).log()
+    support = Support(logprobs.clone().requires_grad_(), logprobs, False)
+    term = centering_term(support, kind="mis", low=0.5, high=5.0)
+    assert term.tail_ratio_T.item() == pytest.approx(1.0, abs=0.2)
+    assert torch.isfinite(term.sum_T).all()
