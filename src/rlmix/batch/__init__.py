@@ -1,0 +1,1 @@
+"""From finished sessions to what one optimizer step trains on. Pure functions, numpy only."""

@@ -1,0 +1,167 @@
+"""Samples into padded micro-batches under a token budget.
+
+Invariants: every sample is in exactly one micro-batch, whole; rows times longest row never
+exceeds the budget; samples that need different arithmetic (kept sets, heads, neither; with or
+without gradient) never share one; the result depends on the samples only, not on time or hashing.
+"""
+
+# B rows, T padded length, P policy tokens of the micro-batch, K kept-set slots
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlmix.core.errors import DataError
+from rlmix.core.sample import TrainSample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """What one forward (and backward) pass reads."""
+
+    session_ids: tuple[str, ...]
+    ids_BT: np.ndarray
+    """int64, right-padded with 0: a causal model never lets a real token see the padding."""
+    num_tokens: int
+    """Real tokens, padding not counted."""
+    needs_gradient: bool
+    """False when every advantage is 0: the logprobs are still measured."""
+    rows_P: np.ndarray
+    """int64: row of each policy token."""
+    cols_P: np.ndarray
+    """int64, >= 1: column of each policy token; the logits that predict it sit one to the left."""
+    sampled_P: np.ndarray
+    """int64 token ids."""
+    sampler_logprobs_P: np.ndarray
+    """float32."""
+    advantages_P: np.ndarray
+    """float32."""
+    versions_P: np.ndarray
+    """int64."""
+    pools_P: np.ndarray
+    """int64, index into the step's pool names."""
+    sequences_P: np.ndarray
+    """int64, number of the sample in the step."""
+    kept_ids_PK: np.ndarray | None
+    """int64, 0 in padded slots."""
+    kept_logprobs_PK: np.ndarray | None
+    """float32, -inf in padded slots."""
+    kept_exact: bool
+
+
+def pool_names_of(samples: Sequence[TrainSample]) -> tuple[str, ...]:
+    """Names of all pools in the samples, sorted: the index space of `MicroBatch.pools_P`."""
+    return tuple(sorted({name for sample in samples for name in sample.pool_names}))
+
+
+def pack_samples(samples: Sequence[TrainSample], *, max_tokens: int) -> list[MicroBatch]:
+    """Length-sorted micro-batches of at most `max_tokens` tokens, padding included.
+
+    Args:
+        samples: any order; at least one policy token each, token 0 never one of them.
+        max_tokens: budget of rows times padded length.
+    Raises:
+        DataError: a sample alone is longer than the budget, or its first token is a policy token.
+    """
+    pool_names = pool_names_of(samples)
+    classes: dict[tuple[bool, bool, bool], list[int]] = {}
+    for index, sample in enumerate(samples):
+        if sample.mask[:1].any():
+            raise DataError(
+                f"batch: session {sample.session_id}: token 0 is a policy token, but nothing "
+                "predicts it; a sample starts with its prompt"
+            )
+        kind = (sample.advantage != 0.0, sample.kept_ids is not None, sample.kept_exact)
+        classes.setdefault(kind, []).append(index)
+    micro_batches = []
+    # Sorted, so that the order of accumulation does not depend on the order of arrival.
+    for kind in sorted(classes, reverse=True):
+        indices = classes[kind]
+        lengths = [len(samples[index].ids) for index in indices]
+        for chosen in split_by_budget(lengths, max_tokens=max_tokens):
+            numbers = [indices[place] for place in chosen]
+            micro_batches.append(
+                _collate([samples[n] for n in numbers], numbers=numbers, pool_names=pool_names)
+            )
+    return micro_batches
+
+
+def split_by_budget(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+    """Indices grouped so that count times longest stays within `max_tokens`, longest first.
+
+    Sorting by length keeps padding small; ties keep their order.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    if order and lengths[order[0]] > max_tokens:
+        raise DataError(
+            f"batch: a sample of {lengths[order[0]]} tokens does not fit into "
+            f"trainer.micro_batch_tokens={max_tokens}; raise it, or lower "
+            "session.max_context_tokens"
+        )
+    groups: list[list[int]] = []
+    for index in order:
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and (len(groups[-1]) + 1) * longest <= max_tokens:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def _collate(
+    samples: Sequence[TrainSample], *, numbers: Sequence[int], pool_names: tuple[str, ...]
+) -> MicroBatch:
+    ids_BT = np.zeros((len(samples), max(len(sample.ids) for sample in samples)), dtype=np.int64)
+    for row, sample in enumerate(samples):
+        ids_BT[row, : len(sample.ids)] = sample.ids
+    cols = [np.flatnonzero(sample.mask) for sample in samples]
+    counts = [len(col) for col in cols]
+
+    def joined(name: str, dtype: type) -> np.ndarray:
+        parts = [getattr(sample, name)[col] for sample, col in zip(samples, cols, strict=True)]
+        return np.concatenate(parts).astype(dtype)
+
+    pool_maps = [np.array([pool_names.index(n) for n in s.pool_names]) for s in samples]
+    kept_ids_PK, kept_logprobs_PK = _padded_kept(samples, cols)
+    return MicroBatch(
+        session_ids=tuple(sample.session_id for sample in samples),
+        ids_BT=ids_BT,
+        num_tokens=sum(len(sample.ids) for sample in samples),
+        needs_gradient=any(sample.advantage != 0.0 for sample in samples),
+        rows_P=np.repeat(np.arange(len(samples)), counts),
+        cols_P=np.concatenate(cols).astype(np.int64),
+        sampled_P=joined("ids", np.int64),
+        sampler_logprobs_P=joined("sampler_logprobs", np.float32),
+        advantages_P=np.repeat(
+            np.array([sample.advantage for sample in samples], dtype=np.float32), counts
+        ),
+        versions_P=joined("versions", np.int64),
+        pools_P=np.concatenate(
+            [pool_map[s.pools[c]] for pool_map, s, c in zip(pool_maps, samples, cols, strict=True)]
+        ).astype(np.int64),
+        sequences_P=np.repeat(np.array(numbers, dtype=np.int64), counts),
+        kept_ids_PK=kept_ids_PK,
+        kept_logprobs_PK=kept_logprobs_PK,
+        kept_exact=samples[0].kept_exact,
+    )
+
+
+def _padded_kept(
+    samples: Sequence[TrainSample], cols: Sequence[np.ndarray]
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    if samples[0].kept_offsets is None:
+        return None, None
+    offsets = [sample.kept_offsets for sample in samples if sample.kept_offsets is not None]
+    sizes = np.concatenate(
+        [np.diff(offset)[col] for offset, col in zip(offsets, cols, strict=True)]
+    )
+    ids_PK = np.zeros((len(sizes), int(sizes.max())), dtype=np.int64)
+    logprobs_PK = np.full(ids_PK.shape, -np.inf, dtype=np.float32)
+    # Positions with mask 0 have no slots, so the flat slots of all samples are in token order.
+    is_slot = np.arange(ids_PK.shape[1]) < sizes[:, None]
+    ids_PK[is_slot] = np.concatenate([s.kept_ids for s in samples if s.kept_ids is not None])
+    logprobs_PK[is_slot] = np.concatenate(
+        [s.kept_logprobs for s in samples if s.kept_logprobs is not None]
+    )
+    return ids_PK, logprobs_PK
