@@ -1,0 +1,1 @@
+"""Starts the processes of a run and makes sure that none outlives it."""

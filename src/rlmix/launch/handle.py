@@ -1,0 +1,56 @@
+"""How the driver talks to an object that lives in another process.
+
+Two kinds: `rlmix.launch.ray.ActorHandle`, the real one, and `InProcessHandle`, the same calls on
+an object in this process, for tests and for looking at one part without Ray.
+"""
+
+import asyncio
+import inspect
+from typing import Any, Protocol
+
+from rlmix.core.errors import LaunchError
+
+
+class Handle(Protocol):
+    """A remote object."""
+
+    name: str
+
+    async def call(
+        self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
+    ) -> Any:
+        """Call a method and return its result.
+
+        Cancelling the caller cancels the call. What the method raises is raised here.
+
+        Raises:
+            LaunchError: the object's process is gone.
+            TimeoutError: `timeout_s` passed; the call was cancelled.
+        """
+        ...
+
+    def kill(self) -> None:
+        """End the object's process now, without asking it."""
+        ...
+
+
+class InProcessHandle:
+    """Calls go straight to the object. `kill` calls the object's own `kill`, where it has one."""
+
+    def __init__(self, target: object, *, name: str) -> None:
+        self._target: object | None = target
+        self.name = name
+
+    async def call(
+        self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
+    ) -> Any:
+        if self._target is None:
+            raise LaunchError(f"launch: {self.name} was killed")
+        async with asyncio.timeout(timeout_s):
+            result = getattr(self._target, method)(*args, **kwargs)
+            return await result if inspect.isawaitable(result) else result
+
+    def kill(self) -> None:
+        target, self._target = self._target, None
+        if hasattr(target, "kill"):
+            target.kill()

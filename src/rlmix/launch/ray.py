@@ -1,0 +1,293 @@
+"""Ray: the only file that imports it. A cluster for one run, and actors whose output has a home.
+
+Invariant: a cluster that `start` made is gone after `stop`, and also after the driver was
+interrupted or killed: Ray's daemons die with the driver (it asks the kernel for that), the rest
+is ended by the reaper. Nothing of a run is shared with another: own temporary folder, own
+namespace, own access token.
+"""
+
+import asyncio
+import inspect
+import logging
+import os
+import re
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rlmix.core.errors import LaunchError
+from rlmix.launch.process import log_tail
+from rlmix.launch.reaper import TAG_VARIABLE, Reaper
+
+log = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 256 << 20
+"""Shared memory for arguments and results above 100 KB, as they are in flight; used only as
+needed. A training batch is a few MB."""
+
+_RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # The plan names device ids; Ray must not rewrite CUDA_VISIBLE_DEVICES behind it.
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray refuses strangers only in this mode; said explicitly it is also quiet about it.
+    "RAY_AUTH_MODE": "token",
+    # Ray writes what its node agent notices (a worker died) to the driver's stdout, even with
+    # log_to_driver=False; our stdout belongs to `--json`. This drops every such line.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".*",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+}
+
+
+def _prepare_environment() -> None:
+    """Ray reads its environment once, when it is imported; call before that, keep it after."""
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ.update(_RAY_ENVIRONMENT)
+
+
+class _Host:
+    """Runs inside the actor's process: owns one object and runs its methods.
+
+    Coroutine methods run on the actor's event loop, all at once. Plain methods run one at a time
+    on one thread that never changes (torch keeps thread pools per thread), so that the actor
+    still answers while a training step runs.
+    """
+
+    def __init__(self, payload: bytes, log_path: str, environment: dict[str, str]) -> None:
+        # First of all, before anything heavy is imported: output and environment.
+        fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        os.close(fd)
+        os.environ.update(environment)
+        _log_to_stderr()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="actor")
+        self._payload = payload
+        self._target: Any = None
+        self._made: asyncio.Task[None] | None = None
+
+    async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._made is None:
+            self._made = asyncio.ensure_future(self._make())
+        await asyncio.shield(self._made)
+        function = getattr(self._target, method)
+        if inspect.iscoroutinefunction(function):
+            return await function(*args, **kwargs)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
+
+    async def _make(self) -> None:
+        from ray import cloudpickle
+
+        def make() -> Any:
+            cls, args, kwargs = cloudpickle.loads(self._payload)
+            return cls(*args, **kwargs)
+
+        loop = asyncio.get_running_loop()
+        self._target = await loop.run_in_executor(self._thread, make)
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+
+
+class ActorHandle:
+    """The driver's end of one actor. Satisfies `rlmix.launch.handle.Handle`."""
+
+    def __init__(self, actor: Any, *, name: str, log_path: Path) -> None:
+        self._actor = actor
+        self.name = name
+        self.log_path = log_path
+
+    async def call(
+        self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
+    ) -> Any:
+        """See `Handle.call`. An exception that is not ours carries the remote traceback as a note."""
+        import ray
+        from ray.exceptions import RayActorError, RayTaskError
+
+        ref = self._actor.call.remote(method, args, kwargs)
+        waiter = asyncio.wrap_future(ref.future())
+        try:
+            async with asyncio.timeout(timeout_s):
+                # Shielded: cancelling Ray's own future from here breaks its callback.
+                return await asyncio.shield(waiter)
+        except (asyncio.CancelledError, TimeoutError):
+            waiter.add_done_callback(_forget)
+            ray.cancel(ref)
+            raise
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, LaunchError | TimeoutError | asyncio.CancelledError):
+                raise cause from None
+            trace = re.sub(r"\x1b\[\d+m", "", str(error))
+            cause.add_note(f"raised by {method} of actor {self.name}:\n{trace}")
+            raise cause from None
+        except RayActorError as error:
+            raise LaunchError(
+                f"launch: actor {self.name} is gone ({_first_line(error)}); log {self.log_path}:\n"
+                f"{log_tail(self.log_path)}"
+            ) from None
+
+    def kill(self) -> None:
+        """End the actor's process; the kernel ends the children that it started."""
+        import ray
+
+        ray.kill(self._actor, no_restart=True)
+
+
+def _forget(future: "asyncio.Future[Any]") -> None:
+    if not future.cancelled():
+        future.exception()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+class RayCluster:
+    """A local Ray of one run."""
+
+    def __init__(self, *, tag: str, log_dir: Path, temp_dir: Path) -> None:
+        self._reaper: Reaper | None = Reaper.start(tag, temp_dir)
+        self.tag = tag
+        self.log_dir = log_dir
+        self.temp_dir = temp_dir
+
+    @classmethod
+    def start(
+        cls,
+        run_id: str,
+        *,
+        num_cpus: int,
+        log_dir: Path,
+        namespace: str | None = None,
+        object_store_bytes: int = OBJECT_STORE_BYTES,
+    ) -> "RayCluster":
+        """Start Ray for this run; takes 3 to 7 s on two cores.
+
+        Args:
+            num_cpus: logical: what actors may ask for in all, not what the machine has.
+            log_dir: where every actor's output goes, one `<name>.log` each.
+            namespace: of the actors' names; the run id when not given.
+        Raises:
+            LaunchError: Ray did not start, or is already running in this process.
+        """
+        _prepare_environment()
+        import ray
+
+        if ray.is_initialized():
+            raise LaunchError("launch: Ray already runs in this process; stop it first")
+        log_dir.mkdir(parents=True, exist_ok=True)
+        # Short and not under the run folder: a Unix socket's path has room for 107 characters
+        # and Ray adds about 70.
+        temp_dir = Path(tempfile.mkdtemp(prefix="rlmix-"))
+        tag = f"{run_id}-{temp_dir.name}"
+        cluster = cls(tag=tag, log_dir=log_dir, temp_dir=temp_dir)
+        os.environ[TAG_VARIABLE] = tag
+        terminate = signal.getsignal(signal.SIGTERM)
+        try:
+            ray.init(
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                object_store_memory=object_store_bytes,
+                namespace=namespace or run_id,
+                logging_level=logging.ERROR,
+                configure_logging=False,
+                _temp_dir=str(temp_dir),
+                _node_ip_address="127.0.0.1",
+            )
+        except Exception as error:
+            cluster.stop()
+            raise LaunchError(
+                f"launch: Ray did not start: {_first_line(error)}; its logs are in "
+                f"{log_dir / 'ray'}"
+            ) from error
+        finally:
+            # Ray replaces it by one that exits without the run's own clean end.
+            if terminate is not None and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, terminate)
+        return cluster
+
+    def spawn(
+        self,
+        cls: type,
+        *,
+        name: str,
+        num_cpus: float = 1.0,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        max_concurrency: int = 1000,
+        env: Mapping[str, str] | None = None,
+        resources: Mapping[str, float] | None = None,
+    ) -> ActorHandle:
+        """Make an actor that owns `cls(*args, **kwargs)`; returns at once.
+
+        The object is made on the first call, and what its constructor raises is raised by every
+        call. `cls` is a plain class that knows nothing of Ray.
+
+        Args:
+            name: unique among the living actors of the run; output goes to `<name>.log`.
+            num_cpus: logical CPUs that the actor takes from the cluster's.
+            max_concurrency: calls that may be under way at a time.
+            env: set in the actor before `cls`'s module is imported.
+            resources: custom Ray resources that the node must have.
+        """
+        import ray
+        from ray import cloudpickle
+
+        log_path = self.log_dir / f"{name}.log"
+        payload = cloudpickle.dumps((cls, tuple(args), dict(kwargs or {})))
+        actor = (
+            ray.remote(_Host)
+            .options(
+                name=name,
+                num_cpus=num_cpus,
+                max_concurrency=max_concurrency,
+                max_restarts=0,
+                resources=dict(resources) if resources else None,
+            )
+            .remote(payload, str(log_path.absolute()), dict(env or {}))
+        )
+        return ActorHandle(actor, name=name, log_path=log_path)
+
+    def stop(self) -> int:
+        """End Ray, every actor and what they started; blocks for about 2 s. Idempotent.
+
+        Returns how many processes had to be killed because Ray had not ended them.
+        """
+        import ray
+
+        if self._reaper is None:
+            return 0
+        reaper, self._reaper = self._reaper, None
+        ray.shutdown()
+        self._keep_ray_logs()
+        killed = reaper.finish()
+        os.environ.pop(TAG_VARIABLE, None)
+        if killed:
+            log.warning("launch: killed %d processes that Ray had left behind", killed)
+        return killed
+
+    def _keep_ray_logs(self) -> None:
+        """What Ray itself said, for `rlmix runs logs`; Ray's folder goes away."""
+        source = self.temp_dir / "session_latest" / "logs"
+        for path in source.glob("*") if source.is_dir() else ():
+            kept = path.name.startswith(("gcs_server", "raylet"))
+            if kept and path.is_file() and path.stat().st_size:
+                (self.log_dir / "ray").mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, self.log_dir / "ray" / path.name)

@@ -1,0 +1,118 @@
+"""Removes what a run left behind, when the run could not do it itself.
+
+The driver starts this file as a small process of its own (standard library only) and holds the
+other end of its stdin. When that closes, for whatever reason, SIGKILL included, every process of
+the run has `GRACE_S` to end by itself; what is left is killed, and the run's temporary folder is
+removed. Ray needs this: its node agents stay for good when the driver is killed.
+
+Invariant: a process is touched only when its environment holds `RLMIX_RUN_TAG=<this run's tag>`
+or when it holds a file open in this run's temporary folder. (Ray's processes rename themselves,
+which can overwrite the environment that the kernel shows, hence the second sign.) Tag and folder
+name hold random bits, so no other run's process can match.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+TAG_VARIABLE = "RLMIX_RUN_TAG"
+
+GRACE_S = 1.0
+"""For what ends by itself: children that the kernel kills with their parent, and their parents."""
+
+KILL_ROUNDS_S = 3.0
+"""How long to look again for processes that were being forked while we killed."""
+
+
+def run_processes(tag: str, folder: str) -> list[int]:
+    """Pids of the run's live processes (no zombies), the driver and this process left out."""
+    wanted = f"{TAG_VARIABLE}={tag}".encode()
+    spared = (os.getpid(), os.getppid())  # The driver while it lives; init once it does not.
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) in spared:
+            continue
+        try:
+            with open(f"/proc/{entry}/environ", "rb") as file:
+                is_ours = wanted in file.read().split(b"\0")
+            if is_ours or _has_file_in(f"/proc/{entry}/fd", folder + os.sep):
+                found.append(int(entry))
+        except OSError:
+            continue  # Ended meanwhile, or not ours to read.
+    return found
+
+
+def _has_file_in(fd_folder: str, prefix: str) -> bool:
+    for fd in os.listdir(fd_folder):
+        try:
+            if os.readlink(f"{fd_folder}/{fd}").startswith(prefix):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def reap(tag: str, folder: str, *, grace_s: float = GRACE_S) -> int:
+    """Wait, kill, remove. Returns how many processes had to be killed."""
+    deadline_s = time.monotonic() + grace_s
+    while (left := run_processes(tag, folder)) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    killed: set[int] = set()
+    deadline_s = time.monotonic() + KILL_ROUNDS_S
+    while left and time.monotonic() < deadline_s:
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+            except OSError:
+                pass
+        time.sleep(0.05)
+        left = run_processes(tag, folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    return len(killed)
+
+
+class Reaper:
+    """The driver's end."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self._process = process
+
+    @classmethod
+    def start(cls, tag: str, folder: Path) -> "Reaper":
+        """Call before the first tagged process is started. Its own session: Ctrl-C passes it by."""
+        environment = {k: v for k, v in os.environ.items() if k != TAG_VARIABLE}
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, tag, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        return cls(process)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def finish(self, *, timeout_s: float = GRACE_S + KILL_ROUNDS_S + 5.0) -> int:
+        """Let it clean up and wait for it. Returns how many processes it had to kill."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        return self._process.wait(timeout_s)
+
+
+def main() -> None:
+    tag, folder = sys.argv[1:3]
+    while os.read(0, 4096):
+        pass
+    sys.exit(min(reap(tag, folder), 100))
+
+
+if __name__ == "__main__":
+    main()
