@@ -1,0 +1,1 @@
+"""Policy versions on disk: written once per weight view, checksummed, immutable, monotonic."""

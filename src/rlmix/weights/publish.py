@@ -1,0 +1,238 @@
+"""Writes one policy version, once per weight view, as a complete model folder.
+
+Who reads: replicas, which pull, verify and activate on their own; nobody waits for them here.
+Invariants: each view is encoded from the trainer's BF16 state, never from another view; a view
+that fails leaves its siblings alone; versions of a view only grow, and one that exists is
+accepted again only with the same bytes.
+"""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlmix.core.errors import WeightSyncError
+from rlmix.weights.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    hash_file,
+    read_manifest,
+    sync_path,
+    verify_folder,
+    write_manifest,
+    write_synced,
+)
+from rlmix.weights.store import (
+    finish_folder,
+    newest_version,
+    remove_folder,
+    sweep_unfinished,
+    version_dir,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WEIGHTS_FILE = "model.safetensors"
+
+NOT_COPIED = (WEIGHTS_FILE, MANIFEST_NAME, "config.json")
+"""Files of the model folder that a version writes itself."""
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+"""Other weight files of the model folder would shadow ours in a loader."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ViewReport:
+    """One view of a published version."""
+
+    view: str
+    path: str
+    total_bytes: int
+    encode_s: float
+    write_s: float
+    was_there: bool
+    """True: the same bytes had been published before, nothing was written."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishReport:
+    """What `publish_version` did."""
+
+    version: int
+    views: tuple[ViewReport, ...]
+    total_s: float
+
+    def metrics(self) -> dict[str, float]:
+        metrics = {"weights/version": float(self.version), "time/publish_s": self.total_s}
+        for report in self.views:
+            metrics[f"weights/{report.view}_bytes"] = float(report.total_bytes)
+            metrics[f"weights/{report.view}_s"] = report.encode_s + report.write_s
+        return metrics
+
+
+def publish_version(
+    state_bf16: Mapping[str, "Tensor"],
+    *,
+    version: int,
+    store: Path,
+    views: Sequence[str],
+    model_files: Path,
+) -> PublishReport:
+    """Write `<store>/<view>/v%06d/` for every view.
+
+    Args:
+        state_bf16: tensors by their names in a Hugging Face checkpoint, CPU, bfloat16.
+        version: >= 0, at least the newest of each view.
+        views: `bf16`, `fp8`, `nvfp4`; each once.
+        model_files: folder with config.json, tokenizer and chat template; its weights are
+            not read.
+    Raises:
+        WeightSyncError: the version exists with other bytes, a newer one exists, or the model
+            folder has no config.json. Views before the failing one stay published.
+    """
+    started_s = time.perf_counter()
+    if version < 0 or not views or len(set(views)) != len(views):
+        raise WeightSyncError(
+            f"weights: version={version}, views={list(views)}; a version is >= 0 and every view "
+            "is named once"
+        )
+    if not (model_files / "config.json").is_file():
+        raise WeightSyncError(
+            f"weights: {model_files} has no config.json; model_files must be a Hugging Face folder"
+        )
+    reports = tuple(
+        _publish_view(state_bf16, version=version, store=store, view=view, model_files=model_files)
+        for view in views
+    )
+    return PublishReport(version=version, views=reports, total_s=time.perf_counter() - started_s)
+
+
+def _publish_view(
+    state_bf16: Mapping[str, "Tensor"],
+    *,
+    version: int,
+    store: Path,
+    view: str,
+    model_files: Path,
+) -> ViewReport:
+    from safetensors.torch import save_file
+
+    final = version_dir(store, view, version)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    newest = newest_version(store, view)
+    existing = _intact_manifest(final)
+    if newest is not None and version < newest and existing is None:
+        raise WeightSyncError(
+            f"weights: version {version} of view {view} comes after {newest}; versions only grow. "
+            "A resumed run discards newer versions first"
+        )
+    sweep_unfinished(final.parent)
+    encode_started_s = time.perf_counter()
+    tensors, quantization = _encode(state_bf16, view)
+    write_started_s = time.perf_counter()
+    unfinished = final.with_name(f".new-{final.name}-{os.getpid()}")
+    unfinished.mkdir()
+    save_file(tensors, unfinished / WEIGHTS_FILE, metadata={"format": "pt"})
+    sync_path(unfinished / WEIGHTS_FILE)
+    files = {WEIGHTS_FILE: hash_file(unfinished / WEIGHTS_FILE)}
+    previous = None if newest is None else version_dir(store, view, newest)
+    contents = _side_files(model_files, quantization)
+    files |= _write_or_link(contents, folder=unfinished, previous=previous)
+    manifest = Manifest(kind="weights", version=version, view=view, files=files)
+    if existing is not None:
+        shutil.rmtree(unfinished)
+        if not existing.same_content(manifest):
+            changed = sorted(
+                name
+                for name in existing.files.keys() | files.keys()
+                if existing.files.get(name) != files.get(name)
+            )
+            raise WeightSyncError(
+                f"weights: version {version} of view {view} was published before with other bytes "
+                f"({', '.join(changed)}); a version is immutable, publish the next number"
+            )
+    else:
+        write_manifest(unfinished, manifest)
+        if final.exists():
+            remove_folder(final)
+        finish_folder(unfinished, final)
+    return ViewReport(
+        view=view,
+        path=str(final),
+        total_bytes=manifest.total_bytes,
+        encode_s=write_started_s - encode_started_s,
+        write_s=time.perf_counter() - write_started_s,
+        was_there=existing is not None,
+    )
+
+
+def _intact_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a version whose files all agree with it. A damaged one counts as absent and
+    is written again, so that a resumed run can repair its store."""
+    try:
+        return verify_folder(folder)
+    except WeightSyncError:
+        return None
+
+
+def _encode(
+    state_bf16: Mapping[str, "Tensor"], view: str
+) -> tuple[dict[str, "Tensor"], dict[str, Any] | None]:
+    """(tensors to write, quantization_config for config.json)."""
+    if view == "bf16":
+        return dict(state_bf16), None
+    from rlmix.numerics import views
+
+    return views.encode_view(dict(state_bf16), view), views.quantization_config(view)
+
+
+def _side_files(model_files: Path, quantization: dict[str, Any] | None) -> dict[str, bytes]:
+    """config.json with the view's quantisation, and tokenizer and template as they are."""
+    config = json.loads((model_files / "config.json").read_bytes())
+    config.pop("quantization_config", None)
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    contents = {"config.json": json.dumps(config, indent=2).encode()}
+    for path in sorted(model_files.iterdir()):
+        is_weight = path.name.endswith(WEIGHT_SUFFIXES)
+        if path.is_file() and path.name not in NOT_COPIED and not is_weight:
+            contents[path.name] = path.read_bytes()
+    return contents
+
+
+def _write_or_link(
+    contents: Mapping[str, bytes], *, folder: Path, previous: Path | None
+) -> dict[str, FileEntry]:
+    """Files that did not change since the previous version are hard-linked to it.
+
+    Only links inside the store: a link into the user's model folder would let an edit there
+    change a published version.
+    """
+    entries = {}
+    for name, content in contents.items():
+        target = folder / name
+        source = None if previous is None else previous / name
+        if source is not None and source.is_file() and source.read_bytes() == content:
+            os.link(source, target)
+        else:
+            write_synced(target, content)
+        entries[name] = hash_file(target)
+    return entries
+
+
+def published_views(store: Path, version: int) -> list[str]:
+    """Views that have this version, sorted: what a resumed run can serve without publishing."""
+    if not store.is_dir():
+        return []
+    return sorted(
+        folder.name
+        for folder in store.iterdir()
+        if (version_dir(store, folder.name, version) / MANIFEST_NAME).is_file()
+        and read_manifest(version_dir(store, folder.name, version)).version == version
+    )
