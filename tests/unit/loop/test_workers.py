@@ -79,7 +79,7 @@ def test_sessions_of_a_dead_worker_are_void_and_the_worker_is_replaced_once():
         return first, second, fixture
 
     first, second, fixture = asyncio.run(scenario())
-    assert [t.outcome for t in first].count(Outcome.VOID) == 2
+    assert [t.outcome for t in first].count(Outcome.VOID) == 1
     assert {t.void_reason for t in first if t.outcome is Outcome.VOID} == {"worker_lost"}
     assert all(t.outcome is Outcome.PASS for t in second)
     assert fixture.events == ["worker_replaced"]
