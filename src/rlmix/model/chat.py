@@ -94,6 +94,10 @@ class ChatRenderer:
         """Ids of plain text; a special token's name in it is spelled out."""
         return self._content_side.encode(text, add_special_tokens=False).ids
 
+    def content_text(self, ids: list[int]) -> str:
+        """Inverse of `content_ids`; special tokens appear by their names."""
+        return self._content_side.decode(ids, skip_special_tokens=False)
+
     def _render_parts(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
         head, tail = self._render(messages).split(_ISSUE)
         return self._template_ids(head), self._template_ids(tail)
@@ -121,7 +125,7 @@ class ChatRenderer:
         body = ids[:-1]
         if not body or not self._special_ids.isdisjoint(body):
             return None
-        text = self._content_side.decode(body, skip_special_tokens=False)
+        text = self.content_text(body)
         return text if text.strip() else None
 
 
