@@ -1,0 +1,111 @@
+"""Which session lives where. Bounded: idle sessions expire, and there is an upper number.
+
+Invariant: a session has at most one home; every replica's session count equals the number of
+sessions whose home it is.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
+
+
+class Home(Protocol):
+    """A replica, as far as this file is concerned."""
+
+    name: str
+    num_sessions: int
+
+
+H = TypeVar("H", bound=Home)
+
+
+class Session(Generic[H]):
+    """One open session. Plain and mutable: the router has thousands and touches one a request."""
+
+    __slots__ = ("answered_s", "home", "in_flight", "moves", "seen_s", "session_id", "turns")
+
+    def __init__(self, session_id: str, now_s: float) -> None:
+        self.session_id = session_id
+        self.home: H | None = None
+        self.in_flight = 0
+        self.turns = 0
+        self.moves = 0
+        """Moves to another replica that no response has reported yet."""
+        self.seen_s = now_s
+        self.answered_s: float | None = None
+        """When the last turn was answered; None before the first."""
+
+
+class SessionTable(Generic[H]):
+    """All open sessions, least recently used first."""
+
+    def __init__(self, *, idle_expiry_s: float, max_sessions: int) -> None:
+        self._sessions: OrderedDict[str, Session[H]] = OrderedDict()
+        self._idle_expiry_s = idle_expiry_s
+        self._max_sessions = max_sessions
+        self.num_expired = 0
+        """Sessions that were forgotten without having been released."""
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session[H]]:
+        return iter(self._sessions.values())
+
+    def open(self, session_id: str, *, now_s: float) -> Session[H]:
+        """The session with exactly this id, made when new; it becomes the most recent one."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            session = self._sessions[session_id] = Session(session_id, now_s)
+            while len(self._sessions) > self._max_sessions and self._forget_oldest_idle():
+                pass
+        else:
+            self.touch(session, now_s=now_s)
+        return session
+
+    def touch(self, session: Session[H], *, now_s: float) -> None:
+        """The session was just used; the order of the table stays the order of `seen_s`."""
+        session.seen_s = now_s
+        if session.session_id in self._sessions:
+            self._sessions.move_to_end(session.session_id)
+
+    def settle(self, session: Session[H], home: H | None) -> None:
+        """Give the session a home, another home, or (None) take it away."""
+        if session.home is not None:
+            session.home.num_sessions -= 1
+        session.home = home
+        # A session that was released while its request waited must not count anywhere.
+        if home is not None:
+            if self._sessions.get(session.session_id) is session:
+                home.num_sessions += 1
+            else:
+                session.home = None
+
+    def release(self, session_id: str) -> bool:
+        """Forget the session; False when it is not known."""
+        session = self._sessions.pop(session_id, None)
+        if session is None:
+            return False
+        self.settle(session, None)
+        return True
+
+    def expire(self, *, now_s: float) -> int:
+        """Forget what has been idle for too long; returns how many that were."""
+        due = []
+        for session in self._sessions.values():
+            if now_s - session.seen_s < self._idle_expiry_s:
+                break
+            if session.in_flight == 0:
+                due.append(session.session_id)
+        for session_id in due:
+            self.release(session_id)
+        self.num_expired += len(due)
+        return len(due)
+
+    def _forget_oldest_idle(self) -> bool:
+        for session_id, session in self._sessions.items():
+            if session.in_flight == 0:
+                self.release(session_id)
+                self.num_expired += 1
+                return True
+        return False
