@@ -42,7 +42,6 @@ from rlmix.observe.redact import Redactor
 from rlmix.observe.sinks import SINKS, SinkContext, SinkWorker, check_sinks
 
 SUMMARY_FILE = "summary.json"
-REPORT_FILE = "report.html"
 SUPERSEDED_DIR = "superseded"
 """Holds, per attempt, the steps that a later attempt ran again."""
 FOLDERS = ("trajectories", "logs", "checkpoints", "weights")

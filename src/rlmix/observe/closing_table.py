@@ -1,0 +1,127 @@
+"""The table a run ends with, and the same table again in `rlmix runs show`.
+
+Its input is the document that `rlmix train --json` prints (design, section 7), so that it can be
+drawn from a finished run's `summary.json` too. A key that is missing or null shows as `-`.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rlmix.observe import figures
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+
+def closing_view(document: Mapping[str, Any]) -> "RenderableType":
+    """Facts, closing evaluation and one row per pool."""
+    from rich.console import Group
+
+    parts: list[RenderableType] = [_facts(document)]
+    if document.get("pools"):
+        parts.append(_pools(document["pools"]))
+    return Group(*parts)
+
+
+def evaluation_lines(evaluation: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """(label, text) of the closing evaluation.
+
+    Reads `warm_start`, `trained`, `difference`, `ci95` (low, high), `tasks`, `void`.
+    """
+    if not evaluation:
+        return [("held-out tasks", "not evaluated")]
+    low, high = evaluation.get("ci95") or (None, None)
+    void = evaluation.get("void") or 0
+    tasks = f"{evaluation.get('tasks', figures.MISSING)} tasks"
+    difference = evaluation.get("difference")
+    signed = figures.MISSING if difference is None else f"{difference:+.3f}"
+    return [
+        (
+            "held-out pass rate",
+            f"warm start {figures.decimal(evaluation.get('warm_start'))}, "
+            f"trained {figures.decimal(evaluation.get('trained'))} "
+            f"({tasks}{f', {void} void' if void else ''})",
+        ),
+        (
+            "difference",
+            f"{signed}, 95 % interval {_signed(low)} to {_signed(high)} (paired)",
+        ),
+    ]
+
+
+def _signed(value: float | None) -> str:
+    return figures.MISSING if value is None else f"{value:+.3f}"
+
+
+def _facts(document: Mapping[str, Any]) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_header=False,
+        title_justify="left",
+        title=f"run {document.get('run', figures.MISSING)}: {document.get('exit_reason', 'ended')}",
+    )
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    first, last = document.get("reward_first"), document.get("reward_last")
+    rows = [
+        ("steps", str(document.get("steps", figures.MISSING))),
+        ("training reward", f"first {figures.decimal(first)}, last {figures.decimal(last)}"),
+        *evaluation_lines(document.get("eval")),
+        (
+            "cost",
+            f"{figures.usd(document.get('cost_usd'))} (modelled)"
+            if _is_modelled(document)
+            else figures.usd(document.get("cost_usd")),
+        ),
+        ("wall time", figures.duration(document.get("wall_s"))),
+        (
+            "sessions",
+            f"{document.get('sessions', figures.MISSING)} "
+            f"({figures.percent(document.get('void_frac'))} void)",
+        ),
+        ("run directory", str(document.get("run_dir", figures.MISSING))),
+        ("report", str(document.get("report") or figures.MISSING)),
+    ]
+    for label, text in rows:
+        table.add_row(label, text)
+    return table
+
+
+def _is_modelled(document: Mapping[str, Any]) -> bool:
+    """Unless every pool says that it is real, the price is that of an emulated accelerator."""
+    pools = document.get("pools") or {}
+    return not pools or any(pool.get("is_emulated", True) for pool in pools.values())
+
+
+def _pools(pools: Mapping[str, Mapping[str, Any]]) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("pool", no_wrap=True)
+    table.add_column("accelerator", no_wrap=True)
+    table.add_column("weights/kv", no_wrap=True)
+    for name in ("replicas", "sessions", "tokens", "reward", "k3", "cost", "$/Mtok"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, pool in pools.items():
+        tokens, cost = pool.get("tokens"), pool.get("cost_usd")
+        per_million = 1e6 * cost / tokens if tokens and cost is not None else None
+        emulated = " (emulated)" if pool.get("is_emulated", True) else ""
+        table.add_row(
+            name,
+            f"{pool.get('accelerator', name)}{emulated}",
+            f"{pool.get('weights', figures.MISSING)}/{pool.get('kv', figures.MISSING)}",
+            str(pool.get("replicas", figures.MISSING)),
+            figures.count(pool.get("sessions")),
+            figures.count(tokens),
+            figures.decimal(pool.get("reward")),
+            figures.small(pool.get("k3_kl")),
+            figures.usd(cost),
+            figures.usd(per_million),
+        )
+    return table
