@@ -30,7 +30,6 @@ from rlmix.observe import jsonl, trajectories
 from rlmix.observe.events import EventLog, RunClock, run_seconds_before
 from rlmix.observe.lock import RunLock
 from rlmix.observe.manifest import (
-    MANIFEST_FILE,
     Attempt,
     Manifest,
     command_line,
@@ -39,9 +38,9 @@ from rlmix.observe.manifest import (
 )
 from rlmix.observe.metrics import METRICS_FILE, MetricsLog
 from rlmix.observe.redact import Redactor
+from rlmix.observe.run_state import SUMMARY_FILE
 from rlmix.observe.sinks import SINKS, SinkContext, SinkWorker, check_sinks
 
-SUMMARY_FILE = "summary.json"
 SUPERSEDED_DIR = "superseded"
 """Holds, per attempt, the steps that a later attempt ran again."""
 FOLDERS = ("trajectories", "logs", "checkpoints", "weights")
@@ -313,7 +312,3 @@ def default_name() -> str:
     alphabet = "abcdefghjkmnpqrstuvwxyz23456789"
     suffix = "".join(secrets.choice(alphabet) for _ in range(4))
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{suffix}"
-
-
-def is_run_dir(path: Path) -> bool:
-    return (path / MANIFEST_FILE).is_file()

@@ -9,7 +9,10 @@ from pathlib import Path
 
 from rlmix.core.errors import DataError
 from rlmix.observe.lock import is_locked
-from rlmix.observe.manifest import read_manifest
+from rlmix.observe.manifest import MANIFEST_FILE, read_manifest
+
+SUMMARY_FILE = "summary.json"
+"""The document of `rlmix train --json`; there once an attempt has ended in order."""
 
 
 class RunState(StrEnum):
@@ -18,6 +21,10 @@ class RunState(StrEnum):
     FAILED = "failed"
     INTERRUPTED = "interrupted"
     LOST = "lost"
+
+
+def is_run_dir(path: Path) -> bool:
+    return (path / MANIFEST_FILE).is_file()
 
 
 def read_run_state(run_path: Path) -> RunState:

@@ -22,8 +22,7 @@ from rlmix.observe.lock import LOCK_FILE, Owner, is_locked, read_owner
 from rlmix.observe.manifest import Manifest, read_manifest
 from rlmix.observe.metrics import METRICS_FILE
 from rlmix.observe.report_data import read_document
-from rlmix.observe.run_dir import SUMMARY_FILE, is_run_dir
-from rlmix.observe.run_state import RunState, read_run_state
+from rlmix.observe.run_state import SUMMARY_FILE, RunState, is_run_dir, read_run_state
 
 STOP_LIMIT_S = 120.0
 """Draining waits for turns in flight and writes a checkpoint."""
