@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import json
 import math
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -117,10 +118,24 @@ def learning_rate(step: int, phase: Phase) -> float:
     return phase.peak_lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(values)
+    return values
+
+
 def run_phase(
     model: torch.nn.Module, phase: Phase, renderer: ChatRenderer, digest: "hashlib._Hash"
 ) -> list[float]:
-    """Trains in place; returns the loss on written tokens (nats a token) of every step."""
+    """Trains in place; returns the loss on written tokens (nats a token) of every step.
+
+    With several ranks each takes every n-th row of a batch; gradients are summed, so the result
+    does not depend on the number of ranks but for rounding.
+    """
+    is_shared = torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if is_shared else 0
+    num_ranks = torch.distributed.get_world_size() if is_shared else 1
+    weights_of = list(model.parameters())
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=phase.peak_lr, betas=(0.9, 0.98), weight_decay=0.01
     )
@@ -130,20 +145,28 @@ def run_phase(
     for step, (ids_BT, weights_BT, mask_BT) in enumerate(batches(phase, renderer, digest)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, phase)
+        num_tokens += int(mask_BT.sum())
+        ids_BT, mask_BT = ids_BT[rank::num_ranks], mask_BT[rank::num_ranks]
+        denominator = weights_BT[:, 1:].sum()
+        num_written = (weights_BT[:, 1:] == 1.0).sum()
+        weights_BT = weights_BT[rank::num_ranks, 1:]
         logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False).logits
         loss_BT = torch.nn.functional.cross_entropy(
-            logits_BTV[:, :-1].float().flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="none"
+            logits_BTV[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="none"
         ).view(len(ids_BT), -1)
-        weights_BT = weights_BT[:, 1:]
-        loss = (loss_BT * weights_BT).sum() / weights_BT.sum()
+        loss = (loss_BT * weights_BT).sum() / denominator
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if is_shared:
+            flat = sum_over_ranks(torch.cat([weight.grad.flatten() for weight in weights_of]))
+            parts = flat.split([weight.numel() for weight in weights_of])
+            for weight, part in zip(weights_of, parts, strict=True):
+                weight.grad.copy_(part.view_as(weight))
+        torch.nn.utils.clip_grad_norm_(weights_of, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        is_written = weights_BT == 1.0
-        losses.append(float((loss_BT.detach() * is_written).sum() / is_written.sum()))
-        num_tokens += int(mask_BT.sum())
-        if step % 50 == 0 or step == phase.steps - 1:
+        written = (loss_BT.detach() * (weights_BT == 1.0)).sum()
+        losses.append(float(sum_over_ranks(written) / num_written))
+        if rank == 0 and (step % 50 == 0 or step == phase.steps - 1):
             spent_s = time.monotonic() - started
             print(
                 f"{phase.name} step {step}/{phase.steps} loss {np.mean(losses[-50:]):.4f} "
@@ -173,20 +196,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--skill-steps", type=int, default=3000)
     parser.add_argument("--spread-steps", type=int, default=250)
     parser.add_argument("--skill-from", type=Path, help="folder of a finished phase 1")
     parser.add_argument("--quick", action="store_true", help="30 + 10 small steps")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    if args.skill_from and args.skill_from.resolve() == args.out.resolve():
+        raise SystemExit("--skill-from and --out must differ")
+    if args.ranks == 1:
+        make(0, args, None)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(make, args=(args, f"{folder}/store"), nprocs=args.ranks)
+
+
+def make(rank: int, args: argparse.Namespace, store: str | None) -> None:
+    """One rank's work; rank 0 writes the files."""
+    torch.set_num_threads(1)
+    if store is not None:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks
+        )
     steps = (30, 10) if args.quick else (args.skill_steps, args.spread_steps)
     batch = 8 if args.quick else 32
     started = time.monotonic()
 
-    args.out.mkdir(parents=True, exist_ok=True)
-    tokenizer = build_tokenizer(corpus_words(200 if args.quick else 4000))
-    save_tokenizer(tokenizer, args.out)
+    if rank == 0:
+        args.out.mkdir(parents=True, exist_ok=True)
+        words = corpus_words(200 if args.quick else 4000)
+        save_tokenizer(build_tokenizer(words), args.out)
+    if store is not None:
+        torch.distributed.barrier()
     renderer = ChatRenderer(args.out)
     digest = hashlib.sha256()
     skill = Phase(
@@ -232,9 +273,11 @@ def main() -> None:
             asdict(phase)
             | {"loss_first": float(np.mean(losses[:5])), "loss_last": float(np.mean(losses[-5:]))}
         )
+    if store is not None:
+        torch.distributed.destroy_process_group()
+    if rank != 0:
+        return
     save_model(model, args.out)
-    if args.skill_from and args.skill_from.resolve() == args.out.resolve():
-        raise SystemExit("--skill-from and --out must differ")
     files = {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(args.out.iterdir())
@@ -247,7 +290,7 @@ def main() -> None:
         "phases": history,
         "num_parameters": sum(weight.numel() for weight in model.parameters()),
         "wall_s": round(spent_s + time.monotonic() - started, 1),
-        "threads": args.threads,
+        "ranks": args.ranks,
         "torch": torch.__version__,
         "files_sha256": files,
     }

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "make_warm_start.py"
 @pytest.mark.slow
 def test_a_quick_rebuild_lowers_the_loss_and_writes_a_complete_bundle(tmp_path: Path):
     subprocess.run(
-        [sys.executable, str(SCRIPT), "--quick", "--threads", "1", "--out", str(tmp_path)],
+        [sys.executable, str(SCRIPT), "--quick", "--ranks", "1", "--out", str(tmp_path)],
         check=True,
         capture_output=True,
         timeout=300,
