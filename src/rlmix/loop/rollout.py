@@ -13,15 +13,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from rlmix.batch.groups import MIN_MEMBERS, group_lag
 from rlmix.core.trajectory import Outcome, Trajectory
 from rlmix.loop.stream import TaskStream, Ticket
 
 RunSession = Callable[[Ticket, int, int], Awaitable[Trajectory]]
 """(ticket, member index, attempt) -> finished session; never raises for infrastructure faults."""
-
-MIN_VALID_MEMBERS = 2
-"""A group baseline needs two rewards; with fewer the group is sampled again."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedGroup:
@@ -33,11 +30,6 @@ class FinishedGroup:
     @property
     def valid(self) -> tuple[Trajectory, ...]:
         return tuple(m for m in self.members if m.outcome is not Outcome.VOID)
-
-    @property
-    def oldest_version(self) -> int | None:
-        versions = [m.oldest_version for m in self.valid if m.oldest_version is not None]
-        return min(versions) if versions else None
 
 
 @dataclass(slots=True)
@@ -128,10 +120,10 @@ class Rollout:
     def _drop_inadmissible(self, trainer_version: int) -> None:
         kept: list[FinishedGroup] = []
         for group in self._ready:
-            oldest = group.oldest_version
-            if len(group.valid) < min(MIN_VALID_MEMBERS, self._group_size) or oldest is None:
+            lag = group_lag(group.members, trainer_version=trainer_version)
+            if len(group.valid) < MIN_MEMBERS or lag is None:
                 self.counts.void_groups += 1
-            elif trainer_version - oldest > self._max_staleness:
+            elif lag > self._max_staleness:
                 self.counts.stale_groups += 1
             else:
                 kept.append(group)
