@@ -1,0 +1,345 @@
+"""The scripted engine's HTTP server: the real shapes, a script's tokens, faults on request."""
+
+import asyncio
+import itertools
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from rlmix.core.numerics_key import NumericsKey
+from rlmix.core.trajectory import VersionSpan
+from rlmix.engine import wire
+from rlmix.engine.http import Call, Handler, JsonServer, RequestError, reply_json, reply_text
+from rlmix.engine.protocol import MIN_VERSION_HEADER, SESSION_HEADER
+from rlmix.engine.scripted.faults import FAULTS, cut, refuse, send_half, spoil
+from rlmix.engine.scripted.policies import Policy, ScriptedCall, ScriptedReply
+
+
+class ScriptedEngine:
+    """The fake server. `async with ScriptedEngine(policy) as engine: ... engine.url`."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        numerics: NumericsKey | None = None,
+        pool: str = "scripted",
+        replica: str = "scripted-0",
+        weight_version: int = 0,
+        max_running: int = 16,
+        latency_s: float = 0.0,
+        token_s: float = 0.0,
+    ) -> None:
+        """`latency_s` passes before the first token, `token_s` before every further one."""
+        self._policy = policy
+        self._numerics = numerics or NumericsKey(
+            accelerator="none",
+            weights="bf16",
+            activations="bf16",
+            kv="bf16",
+            attention="none",
+            engine="scripted",
+        )
+        self._pool, self._replica = pool, replica
+        self._max_running = max_running
+        self._latency_s, self._token_s = latency_s, token_s
+        self._room = asyncio.Semaphore(max_running)
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._aborts: dict[str, asyncio.Event] = {}
+        self._faults: deque[str] = deque()
+        self._turns: Counter[str] = Counter()
+        self._rids = (f"scripted-{number}" for number in itertools.count())
+        self._server = JsonServer(self._routes())
+        self.weight_version = weight_version
+        self.model_path = ""
+        self.num_requests = 0
+        self.num_tokens = 0
+        self.num_waiting = 0
+
+    def _routes(self) -> dict[tuple[str, str], Handler]:
+        return {
+            ("POST", "/generate"): self._generate,
+            ("POST", "/pause_generation"): self._pause,
+            ("POST", "/continue_generation"): self._continue,
+            ("POST", "/abort_request"): self._abort,
+            ("POST", "/update_weights_from_disk"): self._update,
+            ("POST", "/flush_cache"): self._flush,
+            ("POST", "/weights_checker"): self._checksum,
+            ("POST", "/faults"): self._add_faults,
+            ("GET", "/ping"): self._ping,
+            ("GET", "/health"): self._ping,
+            ("GET", "/ready"): self._ready,
+            ("GET", "/server_info"): self._info,
+            ("GET", "/model_info"): self._info,
+            ("GET", "/v1/loads"): self._loads,
+        }
+
+    async def __aenter__(self) -> "ScriptedEngine":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        await self._server.start(host=host, port=port)
+
+    async def stop(self) -> None:
+        for event in self._aborts.values():
+            event.set()
+        self._resumed.set()
+        await self._server.stop()
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    @property
+    def num_running(self) -> int:
+        return len(self._aborts)
+
+    def fail_next(self, fault: str, *, times: int = 1) -> None:
+        """Answer the next `times` generate calls with a fault out of FAULTS."""
+        if fault not in FAULTS:
+            raise ValueError(f"fault {fault!r} is unknown; faults: {', '.join(FAULTS)}")
+        self._faults.extend([fault] * times)
+
+    async def _generate(self, call: Call) -> web.StreamResponse:
+        started_s = time.monotonic()
+        body = await call.json()
+        fault = self._faults.popleft() if self._faults else ""
+        minimum = int(call.headers.get(MIN_VERSION_HEADER, "0"))
+        if self.weight_version < minimum:
+            raise RequestError(409, f"version {self.weight_version} is older than {minimum}")
+        refuse(fault, version=self.weight_version)
+        if fault == "exit":
+            os._exit(1)
+        if fault == "hang":
+            await asyncio.Event().wait()  # Ends when the client leaves or the server stops.
+        if fault == "cut":
+            return cut(call.request)
+        rid = body.get("rid") or next(self._rids)
+        session_id = call.headers.get(SESSION_HEADER, rid)
+        document = await self._answer(rid, session_id, body, started_s)
+        spoil(document, fault)
+        headers = wire.identity_headers(
+            pool=self._pool, replica=self._replica, numerics=self._numerics
+        )
+        response = reply_json(document, headers=headers)
+        if fault == "truncate":
+            return await send_half(call.request, response)
+        return response
+
+    async def _answer(
+        self, rid: str, session_id: str, body: Mapping[str, Any], started_s: float
+    ) -> dict[str, Any]:
+        aborted = asyncio.Event()
+        versions: list[int] = []
+        self.num_waiting += 1
+        try:
+            await self._resumed.wait()
+            await self._room.acquire()
+        finally:
+            self.num_waiting -= 1
+        self._aborts[rid] = aborted
+        try:
+            reply = self._policy(
+                ScriptedCall(
+                    session_id=session_id,
+                    request_id=rid,
+                    input_ids=tuple(body["input_ids"]),
+                    sampling=body["sampling_params"],
+                    version=self.weight_version,
+                    turn=self._turns[session_id],
+                )
+            )
+            for index in range(len(reply.output_ids)):
+                delay_s = self._token_s if index else self._latency_s
+                if delay_s and await _is_set_within(aborted, delay_s):
+                    break
+                await self._resumed.wait()
+                if aborted.is_set():
+                    break
+                versions.append(self.weight_version)
+        finally:
+            del self._aborts[rid]
+            self._room.release()
+        self._turns[session_id] += 1
+        self.num_requests += 1
+        self.num_tokens += len(versions)
+        return self._document(rid, body, reply, versions, started_s)
+
+    def _document(
+        self,
+        rid: str,
+        body: Mapping[str, Any],
+        reply: ScriptedReply,
+        versions: list[int],
+        started_s: float,
+    ) -> dict[str, Any]:
+        count = len(versions)
+        finish: dict[str, Any] = {"type": reply.finish}
+        if count < len(reply.output_ids):
+            finish = {"type": "abort", "message": "Aborted"}
+        kept_ids: Sequence[Any] | None = None
+        kept_logprobs: Sequence[Any] | None = None
+        if body.get("return_sampling_mask"):
+            kept_ids = reply.kept_ids[:count]
+            kept_logprobs = list(reply.kept_logprobs[:count])
+            if body.get("sampling_logprobs_mode") != "support":
+                kept_logprobs = [
+                    values[ids.index(token)]
+                    for token, ids, values in zip(
+                        reply.output_ids, kept_ids, kept_logprobs, strict=False
+                    )
+                ]
+        head_k = body.get("top_logprobs_num", 0)
+        heads = None
+        if head_k:
+            heads = [
+                sorted(zip(values, ids, strict=True), reverse=True)[:head_k]
+                for ids, values in zip(reply.kept_ids, reply.kept_logprobs, strict=True)
+            ][:count]
+        return wire.generate_document(
+            rid=rid,
+            output_ids=reply.output_ids[:count],
+            finish_reason=finish,
+            num_prompt_tokens=len(body["input_ids"]),
+            num_cached_tokens=0,
+            spans=version_spans(versions),
+            weight_version=self.weight_version,
+            latency_s=time.monotonic() - started_s,
+            token_logprobs=reply.logprobs[:count] if body.get("return_logprob") else None,
+            top_logprobs=heads,
+            kept_ids=kept_ids,
+            kept_logprobs=kept_logprobs,
+        )
+
+    async def _pause(self, call: Call) -> web.Response:
+        mode = (await call.json()).get("mode", "abort")
+        if mode == "abort":
+            for event in self._aborts.values():
+                event.set()
+        self._resumed.clear()
+        return reply_json({"status": "ok", "message": f"Generation paused ({mode})."})
+
+    async def _continue(self, call: Call) -> web.Response:
+        self._resumed.set()
+        return reply_json({"status": "ok", "message": "Generation continued."})
+
+    async def _abort(self, call: Call) -> web.Response:
+        body = await call.json()
+        for rid, event in self._aborts.items():
+            if body.get("abort_all") or rid == body.get("rid"):
+                event.set()
+        return reply_text()
+
+    async def _update(self, call: Call) -> web.Response:
+        body = await call.json()
+        path = Path(body["model_path"])
+        if not path.is_dir():
+            document = wire.update_document(
+                success=False, message=f"{path} is not a folder", num_paused=0
+            )
+            return reply_json(document, status=400)
+        self.model_path = str(path)
+        if body.get("weight_version") is not None:
+            self.weight_version = int(body["weight_version"])
+        return reply_json(
+            wire.update_document(success=True, message="Succeeded to update.", num_paused=0)
+        )
+
+    async def _flush(self, call: Call) -> web.Response:
+        return reply_text("Cache flushed.\n")
+
+    async def _checksum(self, call: Call) -> web.Response:
+        return reply_json(
+            {"success": True, "per_engine_checksum": f"{self.weight_version:016x}", "ranks": []}
+        )
+
+    async def _add_faults(self, call: Call) -> web.Response:
+        body = await call.json()
+        try:
+            self.fail_next(body["fault"], times=int(body.get("times", 1)))
+        except ValueError as error:
+            raise RequestError(400, str(error)) from error
+        return reply_json({"queued": len(self._faults)})
+
+    async def _ping(self, call: Call) -> web.Response:
+        return reply_text()
+
+    async def _ready(self, call: Call) -> web.Response:
+        return reply_text(status=200 if self._resumed.is_set() else 503)
+
+    async def _info(self, call: Call) -> web.Response:
+        return reply_json(
+            wire.server_info_document(
+                model_path=self.model_path,
+                weight_version=self.weight_version,
+                max_total_tokens=1 << 20,
+                max_running=self._max_running,
+                context_length=1 << 16,
+                pool=self._pool,
+                replica=self._replica,
+                numerics=self._numerics,
+                startup_s=0.0,
+                seed=0,
+            )
+        )
+
+    async def _loads(self, call: Call) -> web.Response:
+        return reply_json(
+            wire.loads_document(
+                engine_version=self._numerics.engine_version,
+                accelerator=self._numerics.accelerator,
+                num_running=self.num_running,
+                num_waiting=self.num_waiting,
+                num_waiting_uncached_tokens=0,
+                num_used_tokens=0,
+                num_cached_tokens=0,
+                max_total_tokens=1 << 20,
+                max_running=self._max_running,
+                gen_throughput=0.0,
+                cache_hit_frac=0.0,
+                total_prefill_uncached_tokens=0,
+                total_prefill_busy_us=0,
+                decode_moments=(0.0,) * 6,
+                num_paused=0 if self._resumed.is_set() else self.num_running,
+                num_retracted=0,
+                weight_bytes=0,
+                kv_bytes=0,
+                is_paused=not self._resumed.is_set(),
+                weight_version=self.weight_version,
+                total_generated_tokens=self.num_tokens,
+                total_requests=self.num_requests,
+            )
+        )
+
+
+def version_spans(versions: Sequence[int]) -> list[VersionSpan]:
+    """Half-open spans from one version per token."""
+    spans: list[VersionSpan] = []
+    for version, group in itertools.groupby(versions):
+        start = spans[-1].end if spans else 0
+        end = start + sum(1 for _ in group)
+        spans.append(VersionSpan(version=version, start=start, end=end))
+    return spans
+
+
+async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

@@ -1,0 +1,202 @@
+"""The JSON documents that our servers answer with, in the shapes of the real SGLang 0.5.23.
+
+Pure functions, shared by the embedded server and the scripted fake, so that the two cannot differ
+in shape. The client's side of the same shapes is `rlmix.engine.protocol`.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlmix.core.numerics_key import NumericsKey
+from rlmix.core.trajectory import VersionSpan
+from rlmix.engine.protocol import NUMERICS_HEADER, POOL_HEADER, REPLICA_HEADER
+
+DEFAULT_MASK_CAP = 4096
+"""Largest kept set that is recorded; a larger one ends the request with an error."""
+
+
+def generate_document(
+    *,
+    rid: str,
+    output_ids: Sequence[int],
+    finish_reason: Mapping[str, Any],
+    num_prompt_tokens: int,
+    num_cached_tokens: int,
+    spans: Sequence[VersionSpan],
+    weight_version: int,
+    latency_s: float,
+    num_retractions: int = 0,
+    token_logprobs: Sequence[float] | None = None,
+    top_logprobs: Sequence[Sequence[tuple[float, int]]] | None = None,
+    kept_ids: Sequence[Any] | None = None,
+    kept_logprobs: Sequence[Any] | None = None,
+) -> dict[str, Any]:
+    """The answer to `/generate`.
+
+    Args:
+        kept_ids: one array of ids per output token.
+        kept_logprobs: per output token the sampled token's logprob (`selected`) or the set's in
+            the order of `kept_ids` (`support`).
+    """
+    meta: dict[str, Any] = {
+        "id": rid,
+        "finish_reason": dict(finish_reason),
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": len(output_ids),
+        "cached_tokens": num_cached_tokens,
+        "weight_version": str(spans[-1].version if spans else weight_version),
+        "weight_versions": [
+            {"version": str(span.version), "start": span.start, "end": span.end} for span in spans
+        ],
+        "num_retractions": num_retractions,
+        "e2e_latency": latency_s,
+    }
+    if token_logprobs is not None:
+        meta["output_token_logprobs"] = [
+            [logprob, token, None]
+            for logprob, token in zip(token_logprobs, output_ids, strict=True)
+        ]
+    if top_logprobs is not None:
+        meta["output_top_logprobs"] = [
+            [[logprob, token, None] for logprob, token in entries] for entries in top_logprobs
+        ]
+    if kept_ids is not None:
+        meta["output_token_sampling_mask"] = kept_ids
+        meta["output_token_sampling_logprobs"] = kept_logprobs
+        meta["output_token_sampling_mask_length"] = [len(ids) for ids in kept_ids]
+    return {"text": "", "output_ids": list(output_ids), "meta_info": meta}
+
+
+def identity_headers(*, pool: str, replica: str, numerics: NumericsKey) -> dict[str, str]:
+    """Headers that say who answered; the router passes them on."""
+    return {
+        POOL_HEADER: pool,
+        REPLICA_HEADER: replica,
+        NUMERICS_HEADER: numerics.compact(),
+    }
+
+
+def loads_document(
+    *,
+    engine_version: str,
+    accelerator: str,
+    num_running: int,
+    num_waiting: int,
+    num_waiting_uncached_tokens: int,
+    num_used_tokens: int,
+    num_cached_tokens: int,
+    max_total_tokens: int,
+    max_running: int,
+    gen_throughput: float,
+    cache_hit_frac: float,
+    total_prefill_uncached_tokens: int,
+    total_prefill_busy_us: int,
+    decode_moments: Sequence[float],
+    num_paused: int,
+    num_retracted: int,
+    weight_bytes: int,
+    kv_bytes: int,
+    is_paused: bool,
+    weight_version: int,
+    total_generated_tokens: int,
+    total_requests: int,
+) -> dict[str, Any]:
+    """The answer to `/v1/loads`. Our own fields come last: `emulated`, `weight_version`, `paused`,
+    `total_generated_tokens` and `total_requests`."""
+    load = {
+        "dp_rank": 0,
+        "num_running_reqs": num_running,
+        "num_waiting_reqs": num_waiting,
+        "num_waiting_uncached_tokens": num_waiting_uncached_tokens,
+        "num_used_tokens": num_used_tokens + num_cached_tokens,
+        "num_total_tokens": num_used_tokens + num_waiting_uncached_tokens,
+        "num_active_tokens": num_used_tokens,
+        "num_prealloc_ready_tokens": 0,
+        "max_total_num_tokens": max_total_tokens,
+        "max_running_requests": max_running,
+        "token_usage": num_used_tokens / max_total_tokens,
+        "gen_throughput": gen_throughput,
+        "cache_hit_rate": cache_hit_frac,
+        "utilization": num_running / max_running,
+        "total_prefill_uncached_tokens": total_prefill_uncached_tokens,
+        "total_prefill_busy_us": total_prefill_busy_us,
+        "decode_moments": list(decode_moments),
+        "memory": {
+            "weight_gb": weight_bytes / 2**30,
+            "kv_cache_gb": kv_bytes / 2**30,
+            "graph_gb": 0.0,
+            "token_capacity": max_total_tokens,
+        },
+        "queues": {
+            "waiting": num_waiting,
+            "grammar": 0,
+            "paused": num_paused,
+            "retracted": num_retracted,
+            "prealloc_ready": 0,
+        },
+    }
+    return {
+        "timestamp": time.time(),
+        "version": engine_version,
+        "accelerator": accelerator,
+        "num_accelerators": 1,
+        "loads": [load],
+        "emulated": True,
+        "weight_version": str(weight_version),
+        "paused": is_paused,
+        "total_generated_tokens": total_generated_tokens,
+        "total_requests": total_requests,
+    }
+
+
+def server_info_document(
+    *,
+    model_path: str,
+    weight_version: int,
+    max_total_tokens: int,
+    max_running: int,
+    context_length: int,
+    pool: str,
+    replica: str,
+    numerics: NumericsKey,
+    startup_s: float,
+    seed: int,
+) -> dict[str, Any]:
+    """The answer to `/server_info`: the fields of the real one that mean something here, and what
+    the pool computes in."""
+    return {
+        "status": "ready",
+        "version": numerics.engine_version,
+        "model_path": model_path,
+        "served_model_name": model_path,
+        "weight_version": str(weight_version),
+        "max_total_num_tokens": max_total_tokens,
+        "max_req_input_len": context_length - 1,
+        "max_running_requests": max_running,
+        "context_length": context_length,
+        "dtype": "bfloat16",
+        "quantization": None if numerics.weights == "bf16" else numerics.weights,
+        "kv_cache_dtype": "fp8_e4m3" if numerics.kv == "fp8" else numerics.kv,
+        "attention_backend": numerics.attention,
+        "moe_runner_backend": numerics.moe,
+        "tp_size": numerics.tp,
+        "random_seed": seed,
+        "startup_time": startup_s,
+        "engine": numerics.engine,
+        "accelerator": numerics.accelerator,
+        "emulated": numerics.is_emulated,
+        "weights": numerics.weights,
+        "activations": numerics.activations,
+        "kv": numerics.kv,
+        "attention": numerics.attention,
+        "pool": pool,
+        "replica": replica,
+        "numerics_key": numerics.compact(),
+        "numerics": numerics.to_dict(),
+    }
+
+
+def update_document(*, success: bool, message: str, num_paused: int) -> dict[str, Any]:
+    """The answer to `/update_weights_from_disk`; its status is 200 or 400."""
+    return {"success": success, "message": message, "num_paused_requests": num_paused}

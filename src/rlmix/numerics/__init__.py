@@ -1,0 +1,1 @@
+"""Number formats as the accelerators' checkpoints define them. Pure functions on torch tensors."""
