@@ -25,8 +25,9 @@ def operations() -> Iterator[tuple[str, str]]:
         for old in family:
             for new in family:
                 if old != new:
-                    yield rf" {re.escape(old)} " if old[0] in "<>=!ao" else old, (
-                        f" {new} " if old[0] in "<>=!ao" else new
+                    yield (
+                        rf" {re.escape(old)} " if old[0] in "<>=!ao" else old,
+                        (f" {new} " if old[0] in "<>=!ao" else new),
                     )
     for family in (("max(", "min(", "sum(", "len("), (".strip(", ".lower(", ".upper(", ".title(")):
         for old in family:

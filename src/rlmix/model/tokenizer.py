@@ -45,6 +45,7 @@ CHAT_TEMPLATE = (
 )
 """A bash call is the assistant's turn after `<|bash|>`; the tool's answer follows `<|tool|>`."""
 
+
 def frequent_words(texts: Iterable[str], *, min_count: int) -> list[str]:
     """Cuts of two or more characters seen at least `min_count` times, most frequent first."""
     pattern = re.compile(WORD_PATTERN)
@@ -79,7 +80,7 @@ def build_tokenizer(words: list[str]) -> "Tokenizer":
 
 
 def save_tokenizer(tokenizer: "Tokenizer", folder: Path) -> None:
-    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja as transformers reads."""
+    """Writes the three files that transformers and `ChatRenderer` read."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

@@ -5,16 +5,24 @@ the tables below, so the two sets are disjoint by construction and every single 
 both: an eval name is a new combination of known pieces, never a new piece.
 """
 
+from collections.abc import Sequence
 from random import Random
 
-NOUNS = (
-    "item order price user line score fee tax rate stock unit page cost part team game seat room "
-    "load size step rank mark note task area cash debt gain loss plan code list word name date "
-    "hour week node path"
-).split()
-VERBS = "count sum get make join find take pick read trim scale check merge split build fix".split()
-FILE_ENDS = "rules tools data core report store".split()
-CONSTANT_HEADS = "MAX MIN BASE EXTRA".split()
+NOUNS = tuple(
+    word
+    for line in (
+        "item order price user line score fee tax rate stock unit page cost part team game",
+        "seat room load size step rank mark note task area cash debt gain loss plan code",
+        "list word name date hour week node path",
+    )
+    for word in line.split()
+)
+VERBS = (
+    *("count", "sum", "get", "make", "join", "find", "take", "pick"),
+    *("read", "trim", "scale", "check", "merge", "split", "build", "fix"),
+)
+FILE_ENDS = ("rules", "tools", "data", "core", "report", "store")
+CONSTANT_HEADS = ("MAX", "MIN", "BASE", "EXTRA")
 
 EVAL_SHARE = 5
 """One pair in this many belongs to eval."""
@@ -25,7 +33,9 @@ def pair_split(first: int, second: int) -> str:
     return "eval" if (first * 2 + second * 3) % EVAL_SHARE == 0 else "train"
 
 
-def draw_pair(rng: Random, heads: list[str], tails: list[str], split: str) -> tuple[str, str]:
+def draw_pair(
+    rng: Random, heads: Sequence[str], tails: Sequence[str], split: str
+) -> tuple[str, str]:
     """One (head, tail) pair that `split` owns."""
     while True:
         first, second = rng.randrange(len(heads)), rng.randrange(len(tails))
@@ -41,7 +51,7 @@ class NameSource:
         self._split = split
         self._used: set[str] = set()
 
-    def _fresh(self, heads: list[str], tails: list[str], join: str) -> str:
+    def _fresh(self, heads: Sequence[str], tails: Sequence[str], join: str) -> str:
         while True:
             name = join.join(draw_pair(self._rng, heads, tails, self._split))
             if name not in self._used:

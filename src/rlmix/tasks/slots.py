@@ -58,9 +58,7 @@ def number(rng: Random, role: str, kind: str = "constant") -> Slot:
 
 
 def variable(right: str, others: tuple[str, ...]) -> Slot:
-    return Slot(
-        kind="variable", right=right, bugs=others, sentences=issues.wrong_value(right)
-    )
+    return Slot(kind="variable", right=right, bugs=others, sentences=issues.wrong_value(right))
 
 
 def returned(value: str) -> Slot:
