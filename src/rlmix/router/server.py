@@ -4,7 +4,9 @@ Invariant: a client sees a whole answer of one replica, or an error that says wh
 part of one, and never parts of two. Generation is not streamed, so a request whose replica died
 can be sent again elsewhere: nothing of the lost one has reached anybody.
 
-Bodies pass as bytes and are not parsed: a body with 128K ids would cost 14 ms to read.
+Bodies pass as bytes and are not parsed: a body with 128K ids would cost 14 ms to read. Header
+names are those of `rlmix.engine.protocol`, spelled out because that file loads numpy (a test
+compares them).
 """
 
 import asyncio
@@ -170,7 +172,7 @@ class Router:
                     return placed
                 upstream = placed
             try:
-                return await self._forward(session, upstream, body)
+                return await self._forward(session, upstream, body, min_version=min_version)
             except _ReplicaLost as error:
                 upstream.faults += 1
                 self.counters.lost_requests += 1
@@ -219,7 +221,12 @@ class Router:
         return chosen
 
     async def _forward(
-        self, session: Session[Upstream], upstream: Upstream, body: bytes
+        self,
+        session: Session[Upstream],
+        upstream: Upstream,
+        body: bytes,
+        *,
+        min_version: int | None,
     ) -> web.Response:
         """Send the request and wait for the whole answer.
 
@@ -229,7 +236,9 @@ class Router:
         """
         started_s = time.monotonic()
         in_flight_before = upstream.in_flight
-        task = asyncio.ensure_future(self._post(upstream, body))
+        task = asyncio.ensure_future(
+            self._post(upstream, body, self._headers(session, min_version))
+        )
         upstream.requests.add(task)
         try:
             status, content, headers = await task
@@ -254,19 +263,25 @@ class Router:
         headers["X-Rlmix-Replica"] = upstream.name
         headers["X-Rlmix-Numerics"] = upstream.numerics_key
         headers["X-Rlmix-Rehomed"] = str(session.moves)
-        session.moves = 0
         return web.Response(body=content, status=status, headers=headers)
 
-    async def _post(self, upstream: Upstream, body: bytes) -> tuple[int, bytes, dict[str, str]]:
+    def _headers(self, session: Session[Upstream], min_version: int | None) -> dict[str, str]:
+        headers = {"Content-Type": JSON_TYPE, "X-Session-Id": session.session_id}
+        if min_version is not None:
+            headers["X-Min-Version"] = str(min_version)
+        if self._token is not None:
+            headers["Authorization"] = self._token
+        return headers
+
+    async def _post(
+        self, upstream: Upstream, body: bytes, headers: dict[str, str]
+    ) -> tuple[int, bytes, dict[str, str]]:
         """One exchange with a replica; a broken connection is tried once more.
 
         A replica that is alive may close an idle connection just as we use it; one that is dead
         refuses the second connection at once.
         """
         assert self._http is not None
-        headers = {"Content-Type": JSON_TYPE}
-        if self._token is not None:
-            headers["Authorization"] = self._token
         for is_last in (False, True):
             try:
                 async with self._http.post(

@@ -30,7 +30,7 @@ class Session(Generic[H]):
         self.in_flight = 0
         self.turns = 0
         self.moves = 0
-        """Moves to another replica that no response has reported yet."""
+        """Moves to another replica so far."""
         self.seen_s = now_s
         self.answered_s: float | None = None
         """When the last turn was answered; None before the first."""

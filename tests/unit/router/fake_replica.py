@@ -8,6 +8,8 @@ from pathlib import Path
 
 from aiohttp import web
 
+SEEN = ("X-Session-Id", "X-Min-Version", "Authorization")
+
 
 async def main() -> None:
     name, ready = sys.argv[1], Path(sys.argv[2])
@@ -24,7 +26,9 @@ async def main() -> None:
         counts["finished"] += 1
         headers = {"Retry-After": "7"} if body.get("status") == 503 else {}
         return web.json_response(
-            {"by": name, "echo": body}, status=body.get("status", 200), headers=headers
+            {"by": name, "headers": {n: request.headers[n] for n in SEEN if n in request.headers}},
+            status=body.get("status", 200),
+            headers=headers,
         )
 
     async def read_counts(request: web.Request) -> web.Response:

@@ -6,10 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from rlmix.core.errors import EngineError
+from rlmix.engine import protocol
+from rlmix.router import server
 from rlmix.router.client import RouterAdmin
 
 
@@ -48,6 +51,24 @@ def test_a_session_stays_where_it_began_and_the_answer_names_the_replica(stage):
     run(stage, scenario)
 
 
+def test_the_replica_sees_the_session_the_version_asked_for_and_the_token(stage):
+    async def scenario():
+        sent = {"X-Min-Version": "0", "Authorization": "Bearer secret"}
+        _, body, _ = await stage.generate("s", headers=sent)
+        assert body["headers"] == {"X-Session-Id": "s", **sent}
+
+    run(stage, scenario, token="secret")
+
+
+def test_header_names_are_those_of_the_engine_protocol():
+    names = {
+        protocol.SESSION_HEADER, protocol.MIN_VERSION_HEADER, protocol.POOL_HEADER,
+        protocol.REPLICA_HEADER, protocol.NUMERICS_HEADER, protocol.REHOMED_HEADER,
+    }  # fmt: skip
+    text = Path(server.__file__).read_text()
+    assert all(f'"{name}"' in text for name in names)
+
+
 def test_ids_that_share_a_beginning_are_different_sessions(stage):
     async def scenario():
         first = (await stage.generate("session-1"))[1]["by"]
@@ -81,7 +102,7 @@ def test_a_request_in_flight_on_a_killed_replica_is_answered_by_another(stage):
         status, body, headers = await waiting
         assert (status, body["by"], headers["X-Rlmix-Rehomed"]) == (200, other, "1")
         status, body, headers = await stage.generate("s")
-        assert (status, body["by"], headers["X-Rlmix-Rehomed"]) == (200, other, "0")
+        assert (status, body["by"], headers["X-Rlmix-Rehomed"]) == (200, other, "1")
         dead = await stage.replica(home)
         assert (dead["state"], dead["in_flight"], dead["sessions"], dead["faults"]) == (
             "dead", 0, 0, 1,
