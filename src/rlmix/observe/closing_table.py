@@ -4,24 +4,36 @@ Its input is the document that `rlmix train --json` prints (design, section 7), 
 drawn from a finished run's `summary.json` too. A key that is missing or null shows as `-`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlmix.observe import figures
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
     from rich.table import Table
 
 
-def closing_view(document: Mapping[str, Any]) -> "RenderableType":
-    """Facts, closing evaluation and one row per pool."""
-    from rich.console import Group
+NARROW_COLUMNS = 102
+"""Below this width the accelerator and replica columns are left out."""
 
-    parts: list[RenderableType] = [_facts(document)]
-    if document.get("pools"):
-        parts.append(_pools(document["pools"]))
-    return Group(*parts)
+
+class _ClosingView:
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self._document = document
+
+    def __rich_console__(
+        self, console: "Console", options: "ConsoleOptions"
+    ) -> Iterator["RenderableType"]:
+        yield _facts(self._document)
+        pools = self._document.get("pools")
+        if pools:
+            yield _pools(pools, is_wide=options.max_width >= NARROW_COLUMNS)
+
+
+def closing_view(document: Mapping[str, Any]) -> "RenderableType":
+    """Facts, closing evaluation and one row per pool, fitted to the console's width."""
+    return _ClosingView(document)
 
 
 def evaluation_lines(evaluation: Mapping[str, Any] | None) -> list[tuple[str, str]]:
@@ -63,6 +75,7 @@ def _facts(document: Mapping[str, Any]) -> "Table":
         pad_edge=False,
         show_header=False,
         title_justify="left",
+        title_style="bold",
         title=f"run {document.get('run', figures.MISSING)}: {document.get('exit_reason', 'ended')}",
     )
     table.add_column(style="bold", no_wrap=True)
@@ -98,30 +111,40 @@ def _is_modelled(document: Mapping[str, Any]) -> bool:
     return not pools or any(pool.get("is_emulated", True) for pool in pools.values())
 
 
-def _pools(pools: Mapping[str, Mapping[str, Any]]) -> "Table":
+def _pools(pools: Mapping[str, Mapping[str, Any]], *, is_wide: bool) -> "Table":
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("pool", no_wrap=True)
-    table.add_column("accelerator", no_wrap=True)
+    if is_wide:
+        table.add_column("accelerator", no_wrap=True)
     table.add_column("weights/kv", no_wrap=True)
-    for name in ("replicas", "sessions", "tokens", "reward", "k3", "cost", "$/Mtok"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ("sessions", "tokens", "reward", "k3", "cost", "$/Mtok")
+    for title in (*(("replicas",) if is_wide else ()), *numbers):
+        table.add_column(title, justify="right", no_wrap=True)
     for name, pool in pools.items():
-        tokens, cost = pool.get("tokens"), pool.get("cost_usd")
-        per_million = 1e6 * cost / tokens if tokens and cost is not None else None
-        emulated = " (emulated)" if pool.get("is_emulated", True) else ""
-        table.add_row(
-            name,
-            f"{pool.get('accelerator', name)}{emulated}",
-            f"{pool.get('weights', figures.MISSING)}/{pool.get('kv', figures.MISSING)}",
-            str(pool.get("replicas", figures.MISSING)),
-            figures.count(pool.get("sessions")),
-            figures.count(tokens),
-            figures.decimal(pool.get("reward")),
-            figures.small(pool.get("k3_kl")),
-            figures.usd(cost),
-            figures.usd(per_million),
-        )
+        table.add_row(*_pool_cells(name, pool, is_wide=is_wide))
+    emulated = [name for name, pool in pools.items() if pool.get("is_emulated", True)]
+    if emulated:
+        which = "all accelerators" if len(emulated) == len(pools) else ", ".join(emulated)
+        table.caption = f"{which} emulated on the CPU; cost modelled from the price table"
+        table.caption_justify = "left"
     return table
+
+
+def _pool_cells(name: str, pool: Mapping[str, Any], *, is_wide: bool) -> list[str]:
+    tokens, cost = pool.get("tokens"), pool.get("cost_usd")
+    per_million = 1e6 * cost / tokens if tokens and cost is not None else None
+    return [
+        name,
+        *([str(pool.get("accelerator", name))] if is_wide else []),
+        f"{pool.get('weights', figures.MISSING)}/{pool.get('kv', figures.MISSING)}",
+        *([str(pool.get("replicas", figures.MISSING))] if is_wide else []),
+        figures.count(pool.get("sessions")),
+        figures.count(tokens),
+        figures.decimal(pool.get("reward")),
+        figures.small(pool.get("k3_kl")),
+        figures.usd(cost),
+        figures.usd(per_million),
+    ]

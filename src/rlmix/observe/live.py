@@ -180,7 +180,7 @@ def _pools_table(pools: tuple[PoolState, ...], *, width: int) -> "Table":
     from rich.table import Table
 
     is_wide = width >= NARROW_COLUMNS
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("pool", no_wrap=True)
     if is_wide:
         table.add_column("accelerator", no_wrap=True)

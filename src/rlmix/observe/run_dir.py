@@ -39,7 +39,7 @@ from rlmix.observe.manifest import (
 from rlmix.observe.metrics import METRICS_FILE, MetricsLog
 from rlmix.observe.redact import Redactor
 from rlmix.observe.run_state import SUMMARY_FILE
-from rlmix.observe.sinks import SINKS, SinkContext, SinkWorker, check_sinks
+from rlmix.observe.sinks import SINKS, SinkContext, SinkWorker, check_sinks, close_sinks
 
 SUPERSEDED_DIR = "superseded"
 """Holds, per attempt, the steps that a later attempt ran again."""
@@ -279,8 +279,7 @@ class RunDir:
         """End the attempt: `finished`, `interrupted` or `failed`. A second call does nothing."""
         if self.manifest.attempts[-1].exit_reason is not None:
             return
-        for sink in self._sinks:
-            sink.close()
+        close_sinks(self._sinks)
         self.events.append("attempt_ended", exit_reason, step=self.metrics.last_step or 0)
         ended = replace(
             self.manifest.attempts[-1], ended_s=round(time.time(), 3), exit_reason=exit_reason

@@ -7,9 +7,11 @@ Invariant: a sink that fails or hangs costs one warning and its own rows, nothin
 file has them all.
 """
 
+import contextlib
 import queue
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +20,7 @@ from rlmix.core.errors import ConfigError
 
 QUEUE_ROWS = 1000
 CLOSE_LIMIT_S = 10.0
-"""Longest time that the end of a run waits for one sink."""
+"""Longest time that the end of a run waits for its sinks."""
 
 
 class Sink(Protocol):
@@ -165,14 +167,16 @@ class SinkWorker:
         except queue.Full:
             self._fail(f"it is {QUEUE_ROWS} rows behind")
 
-    def close(self, limit_s: float = CLOSE_LIMIT_S) -> None:
-        try:
-            self._rows.put_nowait(None)
-        except queue.Full:
-            return
-        self._thread.join(limit_s)
+    def begin_close(self) -> None:
+        """Let the thread end after the rows it has; never waits."""
+        if not self._has_failed:
+            with contextlib.suppress(queue.Full):
+                self._rows.put_nowait(None)
+
+    def join(self, limit_s: float) -> None:
+        self._thread.join(0.0 if self._has_failed else limit_s)
         if self._thread.is_alive() and not self._has_failed:
-            self._fail(f"it did not finish within {limit_s:g} s")
+            self._fail("it did not finish in time at the end of the run")
 
     def _fail(self, reason: str) -> None:
         if not self._has_failed:
@@ -189,6 +193,15 @@ class SinkWorker:
             sink.close()
         except Exception as error:
             self._fail(f"{type(error).__name__}: {error}")
+
+
+def close_sinks(workers: Sequence[SinkWorker], *, limit_s: float = CLOSE_LIMIT_S) -> None:
+    """End all sinks at once, waiting no longer than `limit_s` for all of them together."""
+    deadline_s = time.monotonic() + limit_s
+    for worker in workers:
+        worker.begin_close()
+    for worker in workers:
+        worker.join(max(0.0, deadline_s - time.monotonic()))
 
 
 def check_sinks(names: tuple[str, ...]) -> None:

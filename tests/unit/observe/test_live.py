@@ -207,11 +207,35 @@ def test_closing_table_shows_rewards_interval_cost_and_report() -> None:
         "+0.170, 95 % interval +0.120 to +0.220 (paired)",
         "$0.6300 (modelled)",
         "5:11",
-        "B200 (emulated)",
+        "B200",
+        "all accelerators emulated",
         "$1.25",
         "runs/x/report.html",
     ):
         assert part in text
+
+
+@pytest.mark.parametrize("width", [80, 102, 140])
+def test_closing_table_cuts_no_number_off(width: int) -> None:
+    pool = {
+        "accelerator": "RTX PRO 6000",
+        "weights": "nvfp4",
+        "kv": "fp8",
+        "replicas": 1,
+        "sessions": 1260,
+        "tokens": 152_000,
+        "reward": 0.505,
+        "k3_kl": 1.2e-3,
+        "cost_usd": 0.5603,
+        "is_emulated": True,
+    }
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(closing_view({"run": "x", "pools": {"rtx_pro_6000": pool}}))
+    row = next(
+        line for line in console.export_text().splitlines() if line.startswith("rtx_pro_6000 ")
+    )
+    assert row.split()[-6:] == ["1.26k", "152k", "0.505", "1.2e-03", "$0.5603", "$3.69"]
+    assert "…" not in row
 
 
 def test_closing_table_of_an_early_end_shows_what_is_missing() -> None:

@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from rlmix.core.errors import ConfigError, DataError
 from rlmix.observe import sinks
 from rlmix.observe.jsonl import read_jsonl
 from rlmix.observe.run_dir import RunDir
-from rlmix.observe.sinks import SinkWorker
+from rlmix.observe.sinks import SinkWorker, close_sinks
 
 
 class ListSink:
@@ -73,7 +74,7 @@ def test_sink_gets_the_numbers_of_each_step_in_order(tmp_path: Path) -> None:
     run.metrics.attach([worker])
     run.metrics.append({"step": 1, "reward/mean": 0.5, "note": "text", "flag": True})
     run.metrics.append({"step": 2, "reward/mean": math.nan})
-    worker.close()
+    close_sinks([worker])
     assert [step for step, _ in sink.rows] == [1, 2]
     assert sink.rows[0][1]["reward/mean"] == 0.5
     assert {"note", "flag", "step"}.isdisjoint(sink.rows[0][1])
@@ -90,8 +91,7 @@ def test_broken_sink_warns_once_and_loses_only_its_own_rows(tmp_path: Path) -> N
     run.metrics.attach(workers)
     for step in range(1, 6):
         run.metrics.append({"step": step})
-    for worker in workers:
-        worker.close()
+    close_sinks(workers)
     assert failures == [("s", "ConnectionError: server said 503")]
     assert [step for step, _ in good.rows] == [1, 2, 3, 4, 5]
     assert len(list(read_jsonl(run.path / "metrics.jsonl"))) == 5
@@ -104,18 +104,21 @@ def test_sink_whose_library_is_missing_warns_and_the_run_goes_on() -> None:
         raise ModuleNotFoundError("No module named 'wandb'")
 
     worker = start(missing, failures)
-    worker.close()
+    close_sinks([worker])
     worker.put(1, {})
     assert failures == [("s", "ModuleNotFoundError: No module named 'wandb'")]
 
 
-def test_hanging_sink_is_left_behind_at_the_end() -> None:
+def test_hanging_sinks_are_left_behind_together_at_the_end() -> None:
     failures: list[tuple[str, str]] = []
     release = threading.Event()
-    worker = start(lambda: HangingSink(release), failures)
-    worker.put(1, {})
-    worker.close(limit_s=0.05)
-    assert failures == [("s", "it did not finish within 0.05 s")]
+    workers = [start(lambda: HangingSink(release), failures) for _ in range(20)]
+    for worker in workers:
+        worker.put(1, {})
+    started_s = time.monotonic()
+    close_sinks(workers, limit_s=0.1)
+    assert time.monotonic() - started_s < 1.0
+    assert failures == [("s", "it did not finish in time at the end of the run")] * 20
     release.set()
 
 

@@ -18,19 +18,16 @@ from rlmix.observe.run_dir import RunDir
 from rlmix.observe.run_state import RunState
 
 DRIVER = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from rlmix.observe.run_dir import RunDir
+if sys.argv[2] == "stubborn":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 with RunDir.create(Path(sys.argv[1]), "live") as run:
     run.metrics.append({"step": 1, "reward/mean": 0.25})
     (run.logs / "router.log").write_text("one\\ntwo\\nthree\\n")
     print("ready", flush=True)
-    while True:
-        try:
-            time.sleep(60)
-        except KeyboardInterrupt:
-            if sys.argv[2] == "polite":
-                raise
+    time.sleep(60)
 """
 
 
