@@ -1,0 +1,179 @@
+"""Rules between keys. Each function yields every fault that it finds; none stops at the first.
+
+Pure: a typed configuration in, problems out. Rules of a single value are in `rules`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+
+from rlmix.config import names
+from rlmix.config.problems import Problem, did_you_mean, shown
+from rlmix.config.schema.train import TrainConfig
+
+
+def check_train(config: TrainConfig) -> Iterator[Problem]:
+    """All problems between the keys of `conf/train.yaml`."""
+    for check in CHECKS:
+        yield from check(config)
+
+
+def _check_pools(config: TrainConfig) -> Iterator[Problem]:
+    if not config.pools:
+        yield Problem(
+            where="pools", what="there is none", hint="keep one, or choose pools=two or pools=six"
+        )
+    elif all(pool.replicas == 0 for pool in config.pools.values()):
+        yield Problem(
+            where="pools",
+            what="every pool has 0 replicas, so nothing can sample",
+            hint="set pools.NAME.replicas=1 for one of them",
+        )
+    for name, pool in config.pools.items():
+        if not name.replace("_", "").replace("-", "").isalnum():
+            yield Problem(
+                where=f"pools.{name}",
+                what="the name of a pool becomes part of file and metric names",
+                allowed="use letters, digits, '_' and '-'",
+            )
+        if pool.accelerator not in config.accelerators:
+            yield Problem(
+                where=f"pools.{name}.accelerator",
+                what=f"got {shown(pool.accelerator)}",
+                allowed=f"accelerators has {', '.join(config.accelerators)}",
+                hint=did_you_mean(pool.accelerator, config.accelerators),
+            )
+        if pool.engine == "embedded" and pool.tp > 1:
+            yield Problem(
+                where=f"pools.{name}.tp",
+                what=f"got {pool.tp}, and an embedded replica is one process",
+                allowed="use 1",
+                hint=f"for more throughput raise pools.{name}.replicas",
+            )
+        if pool.engine == "embedded" and pool.engine_args:
+            yield Problem(
+                where=f"pools.{name}.engine_args",
+                what=f"got {', '.join(map(str, pool.engine_args))}, and the embedded engine takes "
+                "no further arguments",
+                hint="remove them",
+            )
+
+
+def _check_sampling(config: TrainConfig) -> Iterator[Problem]:
+    algo = config.algo
+    truncates = algo.top_p < 1.0 or algo.top_k > 0
+    if truncates and not algo.replay:
+        cut = f"algo.top_p={algo.top_p}" if algo.top_p < 1.0 else f"algo.top_k={algo.top_k}"
+        yield Problem(
+            where="algo.replay",
+            what=f"got false with {cut}: the trainer would score tokens on another support than "
+            "the one they were drawn from",
+            hint="set algo.replay=true, or algo.top_p=1 algo.top_k=-1",
+        )
+    if algo.centering and not truncates and algo.head_k == 0:
+        yield Problem(
+            where="algo.head_k",
+            what="got 0 with algo.centering=true: nothing records the tokens that centering "
+            "sums over",
+            hint="set algo.head_k=64, or sample with top_p or top_k, or algo.centering=false",
+        )
+    if algo.centering and algo.importance not in names.CENTERED_KINDS:
+        yield Problem(
+            where="algo.centering",
+            what=f"got true with algo.importance={algo.importance}, whose weight depends on more "
+            "than the ratio, so its expectation is not defined",
+            allowed=f"centering goes with {', '.join(names.CENTERED_KINDS)}",
+            hint="set algo.centering=false",
+        )
+    if algo.importance in names.IMPORTANCE_KINDS and algo.low > algo.high:
+        yield Problem(
+            where="algo.low",
+            what=f"got {algo.low} above algo.high={algo.high}, so no ratio is trusted",
+            hint="set algo.low below algo.high",
+        )
+
+
+def _check_loop(config: TrainConfig) -> Iterator[Problem]:
+    loop, weights = config.loop, config.weights
+    if loop.group_size > 0 and loop.sessions_per_step % loop.group_size:
+        lower = loop.sessions_per_step // loop.group_size * loop.group_size
+        near = [n for n in (lower, lower + loop.group_size) if n > 0]
+        yield Problem(
+            where="loop.sessions_per_step",
+            what=f"got {loop.sessions_per_step}, no multiple of loop.group_size={loop.group_size}",
+            allowed=f"use {' or '.join(map(str, near))}",
+        )
+    if weights.keep < loop.max_staleness + 1:
+        yield Problem(
+            where="weights.keep",
+            what=f"got {weights.keep}, but sessions may use versions up to "
+            f"loop.max_staleness={loop.max_staleness} behind the newest",
+            allowed=f"use {loop.max_staleness + 1} or more",
+        )
+    if weights.publish_every > loop.max_staleness + 1:
+        yield Problem(
+            where="weights.publish_every",
+            what=f"got {weights.publish_every}, so that every session would be older than "
+            f"loop.max_staleness={loop.max_staleness} allows before a new version is there",
+            allowed=f"use {loop.max_staleness + 1} or less",
+        )
+
+
+def _check_sessions(config: TrainConfig) -> Iterator[Problem]:
+    session, sandbox = config.session, config.sandbox
+    if sandbox.backend == "unisolated" and not sandbox.allow_unisolated:
+        yield Problem(
+            where="sandbox.backend",
+            what="got 'unisolated', which runs a model's commands with your rights",
+            hint="set sandbox.allow_unisolated=true if that is what you want",
+        )
+    if session.max_turn_tokens >= session.max_context_tokens:
+        yield Problem(
+            where="session.max_turn_tokens",
+            what=f"got {session.max_turn_tokens}, which leaves no room for a prompt in "
+            f"session.max_context_tokens={session.max_context_tokens}",
+            allowed=f"use less than {session.max_context_tokens}",
+        )
+    if sandbox.command_timeout_s > session.time_limit_s:
+        yield Problem(
+            where="sandbox.command_timeout_s",
+            what=f"got {sandbox.command_timeout_s:g} s, longer than a whole session "
+            f"(session.time_limit_s={session.time_limit_s:g})",
+            allowed=f"use {session.time_limit_s:g} or less",
+        )
+    if config.trainer.micro_batch_tokens < session.max_context_tokens:
+        yield Problem(
+            where="trainer.micro_batch_tokens",
+            what=f"got {config.trainer.micro_batch_tokens}, but one session may have "
+            f"session.max_context_tokens={session.max_context_tokens}",
+            allowed=f"use {session.max_context_tokens} or more",
+        )
+
+
+def _check_trainer(config: TrainConfig) -> Iterator[Problem]:
+    if config.trainer.ranks > 1:
+        yield Problem(
+            where=f"trainer.ranks={config.trainer.ranks}",
+            what="several trainer ranks arrive with the distributed trainer; this version trains "
+            "on one",
+        )
+
+
+def _check_sinks(config: TrainConfig) -> Iterator[Problem]:
+    sinks = {"wandb": config.observe.wandb, "mlflow": config.observe.mlflow}
+    for name, is_wanted in sinks.items():
+        if is_wanted and find_spec(name) is None:
+            yield Problem(
+                where=f"observe.{name}",
+                what=f"got true, but the package {name} is not installed",
+                hint=f"install it with: pip install 'rlmix[{name}]'",
+            )
+
+
+CHECKS: Sequence[Callable[[TrainConfig], Iterator[Problem]]] = (
+    _check_pools,
+    _check_sampling,
+    _check_loop,
+    _check_sessions,
+    _check_trainer,
+    _check_sinks,
+)

@@ -1,0 +1,37 @@
+"""The names that YAML values may have, and those that this version does not serve yet.
+
+Rooms keep their own registries; a test holds these lists equal to them. They are repeated here
+because a check must not import torch to know that `fp9` is not a format.
+"""
+
+from collections.abc import Mapping
+
+FORMATS = ("bf16", "fp8", "nvfp4")
+"""Weight formats, and the weight views of the same names."""
+ACTIVATION_FORMATS = ("bf16",)
+KV_FORMATS = ("bf16", "fp8")
+IMPORTANCE_KINDS = ("mis", "tis", "none", "ppo", "cispo", "gspo")
+CENTERED_KINDS = ("mis", "tis", "none", "cispo")
+"""Kinds whose weight depends on the ratio alone, so that its expectation can be subtracted."""
+SCALES = ("none", "std")
+OPTIMIZERS = ("adamw", "sgd")
+ENGINES = ("embedded",)
+TASK_SOURCES = ("generated",)
+SANDBOX_BACKENDS = ("namespaces", "unisolated")
+ROUTER_POLICIES = ("shortest_delay", "least_sessions")
+ROUTER_SPEEDS = ("prior", "observed")
+PAUSE_MODES = ("in_place", "retract", "abort")
+LAUNCH_BACKENDS = ("local",)
+CONSISTENCIES = ("native",)
+
+NOT_YET: Mapping[str, Mapping[str, str]] = {
+    "pools.*.engine": {
+        "sglang": "real SGLang servers arrive with the SGLang adapter; this version serves "
+        "every pool with embedded"
+    },
+    "numerics.consistency": {
+        "exact": "operators that accumulate in one order on both sides arrive with the "
+        "consistent operators; this version computes natively and corrects the difference"
+    },
+}
+"""Key pattern -> name -> the sentence a user gets instead of a run."""

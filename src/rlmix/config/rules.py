@@ -1,0 +1,182 @@
+"""What a single value may be: one line per key.
+
+A test holds that every key of the schema which is neither a switch nor free text has a rule here.
+Rules between keys are in `checks`.
+"""
+
+import ipaddress
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlmix.config import names
+from rlmix.config.problems import Problem, did_you_mean, shown
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    allowed: str
+    """As it ends the sentence `got 'x'; ...`."""
+    accepts: Callable[[Any], bool]
+    known: Sequence[str] = ()
+    """Names to offer when the value looks like one of them."""
+
+
+def one_of(known: Sequence[str]) -> Rule:
+    return Rule(
+        allowed=f"use {'one of ' if len(known) > 1 else ''}{', '.join(known)}",
+        accepts=known.__contains__,
+        known=known,
+    )
+
+
+def at_least(low: float) -> Rule:
+    return Rule(allowed=f"use {low} or more", accepts=lambda v: low <= v < math.inf)
+
+
+def above(low: float) -> Rule:
+    return Rule(allowed=f"use a number above {low}", accepts=lambda v: low < v < math.inf)
+
+
+def within(low: float, high: float, *, low_open: bool = False, high_open: bool = False) -> Rule:
+    def accepts(value: float) -> bool:
+        return (value > low if low_open else value >= low) and (
+            value < high if high_open else value <= high
+        )
+
+    start = f"above {low}" if low_open else f"{low} or more"
+    end = f"below {high}" if high_open else f"at most {high}"
+    return Rule(allowed=f"use a number {start} and {end}", accepts=accepts)
+
+
+def or_null(rule: Rule) -> Rule:
+    return Rule(allowed=f"{rule.allowed}, or null", accepts=lambda v: v is None or rule.accepts(v))
+
+
+def _is_address(value: str) -> bool:
+    try:
+        ipaddress.ip_address(value)
+    except ValueError:
+        return False
+    return True
+
+
+TEXT = Rule(allowed="use text that is not empty", accepts=lambda v: bool(v.strip()))
+FILE_NAME = Rule(
+    allowed="use letters, digits, '.', '_' and '-', starting with a letter or digit, at most "
+    "100 characters",
+    accepts=lambda v: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", v) is not None,
+)
+ADDRESS = Rule(allowed="use an IP address, such as 127.0.0.1", accepts=_is_address)
+VERSION = Rule(
+    allowed='use text such as "9.0"', accepts=lambda v: re.fullmatch(r"\d+\.\d+", v) is not None
+)
+
+RULES: dict[str, Rule] = {
+    "run.name": or_null(FILE_NAME),
+    "run.dir": TEXT,
+    "run.seed": at_least(0),
+    "model.path": TEXT,
+    "tasks.source": one_of(names.TASK_SOURCES),
+    "tasks.limit": or_null(at_least(1)),
+    "tasks.seed": at_least(0),
+    "sandbox.backend": one_of(names.SANDBOX_BACKENDS),
+    "sandbox.command_timeout_s": above(0),
+    "sandbox.memory_mib": at_least(64),
+    "sandbox.pids": at_least(8),
+    "sandbox.disk_mib": at_least(8),
+    "sandbox.output_chars": at_least(40),
+    "session.max_turns": at_least(1),
+    "session.max_turn_tokens": at_least(1),
+    "session.max_context_tokens": at_least(2),
+    "session.time_limit_s": above(0),
+    "session.workers": at_least(1),
+    "session.concurrency": at_least(1),
+    "algo.importance": one_of(names.IMPORTANCE_KINDS),
+    "algo.low": at_least(0),
+    "algo.high": above(0),
+    "algo.scale": one_of(names.SCALES),
+    "algo.top_p": within(0, 1, low_open=True),
+    "algo.top_k": Rule(
+        allowed="use 1 or more, or -1 to keep every token", accepts=lambda v: v == -1 or v >= 1
+    ),
+    "algo.temperature": above(0),
+    "algo.head_k": at_least(0),
+    "loop.steps": at_least(1),
+    "loop.sessions_per_step": at_least(1),
+    "loop.group_size": at_least(2),
+    "loop.max_staleness": at_least(0),
+    "loop.eval_tasks": at_least(0),
+    "loop.eval_every": at_least(0),
+    "loop.checkpoint_every": at_least(1),
+    "trainer.ranks": at_least(1),
+    "trainer.lr": above(0),
+    "trainer.optimizer": one_of(names.OPTIMIZERS),
+    "trainer.beta1": within(0, 1, high_open=True),
+    "trainer.beta2": within(0, 1, high_open=True),
+    "trainer.weight_decay": at_least(0),
+    "trainer.grad_clip": at_least(0),
+    "trainer.warmup_steps": at_least(0),
+    "trainer.micro_batch_tokens": at_least(1),
+    "trainer.threads": at_least(1),
+    "trainer.keep_checkpoints": at_least(1),
+    "weights.publish_every": at_least(1),
+    "weights.keep": at_least(1),
+    "weights.pause": one_of(names.PAUSE_MODES),
+    "pools.*.accelerator": TEXT,
+    "pools.*.engine": one_of(names.ENGINES),
+    "pools.*.replicas": at_least(0),
+    "pools.*.weights": one_of(names.FORMATS),
+    "pools.*.activations": one_of(names.ACTIVATION_FORMATS),
+    "pools.*.kv": one_of(names.KV_FORMATS),
+    "pools.*.attention": TEXT,
+    "pools.*.moe": TEXT,
+    "pools.*.tp": at_least(1),
+    "pools.*.max_running": at_least(1),
+    "pools.*.canary_tolerance_nats": above(0),
+    "pools.*.usd_per_hour": or_null(at_least(0)),
+    "accelerators.*.memory_gb": above(0),
+    "accelerators.*.bandwidth_tb_s": above(0),
+    "accelerators.*.bf16_tflops": above(0),
+    "accelerators.*.fp8_tflops": or_null(above(0)),
+    "accelerators.*.nvfp4_tflops": or_null(above(0)),
+    "accelerators.*.compute_capability": VERSION,
+    "accelerators.*.ray_label": TEXT,
+    "accelerators.*.usd_per_hour": at_least(0),
+    "router.policy": one_of(names.ROUTER_POLICIES),
+    "router.speeds": one_of(names.ROUTER_SPEEDS),
+    "router.queue_timeout_s": above(0),
+    "router.request_timeout_s": above(0),
+    "router.idle_expiry_s": above(0),
+    "numerics.consistency": one_of(names.CONSISTENCIES),
+    "net.bind": ADDRESS,
+    "launch.backend": one_of(names.LAUNCH_BACKENDS),
+    "launch.max_parallel_boots": at_least(1),
+    "launch.boot_timeout_s": above(0),
+    "launch.update_timeout_s": above(0),
+    "launch.stall_timeout_s": above(0),
+    "launch.loads_every_s": above(0),
+    "launch.max_restarts": at_least(0),
+    "launch.restart_window_s": above(0),
+    "launch.restart_delay_s": at_least(0),
+}
+"""Key pattern -> rule; `*` stands for the name of a mapping's entry."""
+
+
+def check_value(pattern: str, where: str, value: Any) -> Iterator[Problem]:
+    """At most one problem of one value.
+
+    Args:
+        pattern: the key as in `RULES`.
+        where: the key as the user writes it.
+    """
+    rule = RULES.get(pattern)
+    if rule is None or rule.accepts(value):
+        return
+    if sentence := names.NOT_YET.get(pattern, {}).get(str(value)):
+        yield Problem(where=f"{where}={value}", what=sentence)
+        return
+    hint = did_you_mean(value, rule.known) if isinstance(value, str) else ""
+    yield Problem(where=where, what=f"got {shown(value)}", allowed=rule.allowed, hint=hint)

@@ -1,0 +1,69 @@
+"""How the policy learns: the loop, the correction, the trainer, the weights."""
+
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True, slots=True)
+class LoopConfig:
+    steps: int
+    """Optimizer steps of the run."""
+    sessions_per_step: int
+    group_size: int
+    """Sessions of one task whose mean reward is the baseline."""
+    max_staleness: int
+    """Versions that a group's oldest token may lie behind the trainer."""
+    eval_tasks: int
+    """Held-out tasks of an evaluation; 0 evaluates nothing."""
+    eval_every: int
+    """Steps between evaluations during training; 0 evaluates only at the end."""
+    checkpoint_every: int
+    """Steps between checkpoints; the last step always writes one."""
+
+
+@dataclass(kw_only=True, slots=True)
+class AlgoConfig:
+    importance: str
+    low: float
+    high: float
+    """Bounds on the ratio of trainer to sampler probability."""
+    centering: bool
+    scale: str
+    """What an advantage is divided by."""
+    top_p: float
+    top_k: int
+    """-1 keeps every token."""
+    replay: bool
+    """Renormalise the trainer's logprobs on the sampler's kept sets."""
+    temperature: float
+    head_k: int
+    """Candidates to record when sampling cuts nothing off."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerConfig:
+    ranks: int
+    lr: float
+    optimizer: str
+    beta1: float
+    beta2: float
+    weight_decay: float
+    grad_clip: float
+    warmup_steps: int
+    micro_batch_tokens: int
+    threads: int
+    keep_checkpoints: int
+
+
+@dataclass(kw_only=True, slots=True)
+class WeightsConfig:
+    publish_every: int
+    """Optimizer steps between published versions."""
+    keep: int
+    """Newest versions of each view that stay on disk."""
+    pause: str
+    """What a replica does with running requests while it changes weights."""
+
+
+@dataclass(kw_only=True, slots=True)
+class NumericsConfig:
+    consistency: str

@@ -1,0 +1,63 @@
+"""Where a run lives, what it runs on, and what it shows."""
+
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    name: str | None
+    """None: date, time and a short id."""
+    dir: str
+    """Folder of all runs."""
+    seed: int
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    path: str
+    """A Hugging Face model folder, or `bundled:NAME`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RouterConfig:
+    policy: str
+    speeds: str
+    """`prior`: the plan's speeds; `observed`: corrected by what the replicas have shown."""
+    queue_timeout_s: float
+    request_timeout_s: float
+    idle_expiry_s: float
+
+
+@dataclass(kw_only=True, slots=True)
+class NetConfig:
+    bind: str
+    """Address that every server listens on."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LaunchConfig:
+    """How processes are started, watched and replaced."""
+
+    backend: str
+    max_parallel_boots: int
+    """Replicas that start at the same time."""
+    boot_timeout_s: float
+    update_timeout_s: float
+    """Longest wait for a replica to change weights."""
+    stall_timeout_s: float
+    """A replica that runs requests without a token for this long is replaced."""
+    loads_every_s: float
+    """Seconds between looks at each replica."""
+    max_restarts: int
+    """Of one replica within `restart_window_s`."""
+    restart_window_s: float
+    restart_delay_s: float
+    """Before the first restart in the window; doubles with every further one."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ObserveConfig:
+    live: bool
+    tensorboard: bool
+    wandb: bool
+    mlflow: bool

@@ -1,0 +1,36 @@
+"""Tasks, the sandboxes they are worked on in, and the limits of a session."""
+
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True, slots=True)
+class TasksConfig:
+    source: str
+    limit: int | None
+    """Training tasks to use; None takes all of the source."""
+    seed: int
+
+
+@dataclass(kw_only=True, slots=True)
+class SandboxConfig:
+    backend: str
+    command_timeout_s: float
+    memory_mib: int
+    pids: int
+    disk_mib: int
+    output_chars: int
+    """Characters of a command's output that the model sees."""
+    allow_unisolated: bool
+    """Run commands without isolation where namespaces are forbidden."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SessionConfig:
+    max_turns: int
+    max_turn_tokens: int
+    max_context_tokens: int
+    time_limit_s: float
+    workers: int
+    """Processes that run sessions."""
+    concurrency: int
+    """Sessions of one worker at a time."""

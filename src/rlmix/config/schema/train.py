@@ -1,0 +1,41 @@
+"""The root of `conf/train.yaml`."""
+
+from dataclasses import dataclass, field
+
+from rlmix.config.schema.learning import (
+    AlgoConfig,
+    LoopConfig,
+    NumericsConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
+from rlmix.config.schema.pools import AcceleratorConfig, PoolConfig
+from rlmix.config.schema.run import (
+    LaunchConfig,
+    ModelConfig,
+    NetConfig,
+    ObserveConfig,
+    RouterConfig,
+    RunConfig,
+)
+from rlmix.config.schema.sessions import SandboxConfig, SessionConfig, TasksConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainConfig:
+    run: RunConfig
+    model: ModelConfig
+    tasks: TasksConfig
+    sandbox: SandboxConfig
+    session: SessionConfig
+    algo: AlgoConfig
+    loop: LoopConfig
+    trainer: TrainerConfig
+    weights: WeightsConfig
+    pools: dict[str, PoolConfig] = field(default_factory=dict)
+    accelerators: dict[str, AcceleratorConfig] = field(default_factory=dict)
+    router: RouterConfig
+    numerics: NumericsConfig
+    net: NetConfig
+    launch: LaunchConfig
+    observe: ObserveConfig
