@@ -14,11 +14,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from rlmix.batch.groups import MIN_MEMBERS, group_lag
+from rlmix.core.errors import EngineError
 from rlmix.core.trajectory import Outcome, Trajectory
 from rlmix.loop.stream import TaskStream, Ticket
 
 RunSession = Callable[[Ticket, int, int], Awaitable[Trajectory]]
 """(ticket, member index, attempt) -> finished session; never raises for infrastructure faults."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedGroup:
@@ -58,6 +60,7 @@ class Rollout:
         concurrency: int,
         max_staleness: int,
         void_retries: int = 1,
+        max_void_groups_in_a_row: int = 32,
     ) -> None:
         self._stream = stream
         self._run_session = run_session
@@ -66,6 +69,8 @@ class Rollout:
         self._slots = asyncio.Semaphore(concurrency)
         self._max_staleness = max_staleness
         self._void_retries = void_retries
+        self._max_void_groups_in_a_row = max_void_groups_in_a_row
+        self._void_groups_in_a_row = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._sampling: dict[int, Ticket] = {}
         self._ready: list[FinishedGroup] = []
@@ -123,15 +128,28 @@ class Rollout:
             lag = group_lag(group.members, trainer_version=trainer_version)
             if len(group.valid) < MIN_MEMBERS or lag is None:
                 self.counts.void_groups += 1
+                self._void_groups_in_a_row += 1
+                self._check_hopeless(group)
             elif lag > self._max_staleness:
                 self.counts.stale_groups += 1
             else:
+                self._void_groups_in_a_row = 0
                 kept.append(group)
                 continue
             self._stream.give_back(group.ticket)
         if len(kept) != len(self._ready):
             self._ready = kept
             self._fill()
+
+    def _check_hopeless(self, group: FinishedGroup) -> None:
+        """Sampling again and again without an end would hide what is broken."""
+        if self._void_groups_in_a_row < self._max_void_groups_in_a_row:
+            return
+        reasons = sorted({m.void_reason or m.stop_reason.value for m in group.members})
+        raise EngineError(
+            f"rollout: {self._void_groups_in_a_row} groups in a row had fewer than {MIN_MEMBERS} "
+            f"valid sessions; last reasons: {'; '.join(reasons)}; see events.jsonl and logs/"
+        )
 
     def _fill(self) -> None:
         while self._filling and self._stream.num_open < self._max_open_groups:

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from rlmix.core.errors import EngineError
 from rlmix.core.trajectory import Outcome, StopReason, Trajectory, Turn, VersionSpan
 from rlmix.loop.rollout import Rollout
 from rlmix.loop.stream import TaskStream, Ticket
@@ -170,3 +171,19 @@ def test_stopping_returns_what_was_in_flight_to_the_stream():
     stream = asyncio.run(scenario())
     assert stream.num_open == 0
     assert [index for index, _ in stream.state()["pending"]] == [0, 1, 2]
+
+
+def test_sampling_that_only_gives_voids_ends_with_the_reason():
+    async def session(ticket, member, attempt):
+        return trajectory(ticket, member, void=True)
+
+    async def scenario():
+        rollout, _ = make(session, max_void_groups_in_a_row=5)
+        rollout.start()
+        try:
+            await asyncio.wait_for(rollout.take(1, trainer_version=0), timeout=5)
+        finally:
+            await rollout.stop()
+
+    with pytest.raises(EngineError, match=r"5 groups in a row .* engine_lost"):
+        asyncio.run(scenario())

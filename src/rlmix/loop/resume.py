@@ -1,0 +1,66 @@
+"""Where a resumed run continues: one decision, made once, written down, and passed on.
+
+Invariant: metrics, trajectories and published versions above the chosen checkpoint's step are set
+aside before anything runs, so no step is counted twice and no version has two contents.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlmix.core.errors import ConfigError
+from rlmix.observe.run_dir import RunDir, is_run_dir
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumePoint:
+    """What the trainer loads, and how far the run was."""
+
+    folder: Path
+    """Checkpoint folder, or the model folder when the run died before its first checkpoint."""
+    step: int
+    reason: str
+
+
+def find_run(root: Path, name: str) -> Path:
+    """The run directory that `--resume NAME` means: a path, or a name below `root`.
+
+    Raises:
+        ConfigError: there is no such run; the message lists the newest ones.
+    """
+    for path in (Path(name), root / name):
+        if is_run_dir(path):
+            return path.resolve()
+    known = sorted(
+        (path for path in root.glob("*") if is_run_dir(path)),
+        key=lambda path: path.stat().st_mtime,
+        reverse=True,
+    )
+    listing = ", ".join(path.name for path in known[:5]) or "none"
+    raise ConfigError(f"--resume {name}: no such run in {root}; newest runs: {listing}")
+
+
+def read_overrides(run_path: Path) -> list[str]:
+    """The KEY=VALUE arguments that the run was started with."""
+    text = (run_path / "overrides.txt").read_text()
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def choose_point(run: RunDir, model_folder: Path) -> ResumePoint:
+    """The newest complete checkpoint; damaged and unfinished ones are passed over."""
+    from rlmix.trainer.checkpoint import newest_complete
+
+    newest = newest_complete(run.checkpoints)
+    if newest is None:
+        return ResumePoint(folder=model_folder, step=0, reason="no complete checkpoint")
+    step = int(newest.name.removeprefix("step_"))
+    return ResumePoint(folder=newest, step=step, reason=f"newest complete checkpoint {newest.name}")
+
+
+def set_aside(run: RunDir, point: ResumePoint) -> dict[str, Any]:
+    """Remove what lies beyond `point`; returns what was removed, for the event log."""
+    from rlmix.weights.store import discard_newer
+
+    dropped = run.truncate_after(point.step)
+    versions = discard_newer(run.weights, point.step)
+    return {"dropped_steps": dropped, "dropped_versions": versions}

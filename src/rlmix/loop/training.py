@@ -1,0 +1,205 @@
+"""The training loop: take groups, step, publish, record. Short enough to read as pseudo-code.
+
+Generation never waits for it: the rollout keeps sessions in flight on its own, replicas pull new
+versions on their own. What this loop waits for is named in `phase`, has a limit, and is measured.
+
+Invariants: the trainer's policy version is the number of steps done; a version is published
+before any sample may claim it; a checkpoint names the step, the version, the task order and every
+counter under one id, so a killed run continues where the newest complete checkpoint stands.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rlmix.batch.groups import build_batch
+from rlmix.config.schema.train import TrainConfig
+from rlmix.core.errors import EngineError, TrainerError
+from rlmix.core.trajectory import Trajectory
+from rlmix.launch.handle import Handle
+from rlmix.loop.progress import Progress
+from rlmix.loop.rollout import FinishedGroup, Rollout
+from rlmix.loop.step_metrics import serving_pool, tokens_by_pool, trajectory_metrics
+from rlmix.loop.stream import TaskStream
+from rlmix.observe.run_dir import RunDir
+from rlmix.pools.fleet import Fleet
+from rlmix.pools.spec import SlotState
+from rlmix.scaling.costs import CostMeter
+from rlmix.trainer.spec import StepResult
+
+TRAINER_LIMIT_S = 600.0
+"""Longest optimizer step, publication or save that is not taken for a hang."""
+
+FLEET_LOOK_S = 1.0
+"""How often a waiting loop looks whether any replica can still serve."""
+
+
+class TrainingLoop:
+    """Steps until `num_steps` are done or `stop` is asked for."""
+
+    def __init__(
+        self,
+        *,
+        config: TrainConfig,
+        run: RunDir,
+        trainer: Handle,
+        fleet: Fleet,
+        rollout: Rollout,
+        stream: TaskStream,
+        costs: CostMeter,
+        progress: Progress,
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._trainer = trainer
+        self._fleet = fleet
+        self._rollout = rollout
+        self._stream = stream
+        self._costs = costs
+        self._saved_step = progress.step
+        self._stop = asyncio.Event()
+        self.progress = progress
+        self.phase = "starting"
+        self.last_metrics: dict[str, float] = {}
+
+    def stop(self) -> None:
+        """End after the step that is under way; what it takes is a checkpoint away."""
+        self._stop.set()
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stop.is_set()
+
+    async def run(self) -> None:
+        """Raises what stopped the run, if anything did."""
+        loop = self._config.loop
+        while self.progress.step < loop.steps and not self.is_stopping:
+            if not await self._step():
+                break
+            if self.progress.step % loop.checkpoint_every == 0:
+                await self.save()
+        await self.save()
+
+    async def save(self) -> None:
+        """Write a checkpoint unless this step has one."""
+        if self._saved_step == self.progress.step:
+            return
+        self.phase = "saving a checkpoint"
+        extra = {"progress": self.progress.to_dict(), "stream": self._stream.state()}
+        path = await self._trainer.call(
+            "save", self.progress.step, extra, timeout_s=TRAINER_LIMIT_S
+        )
+        self._saved_step = self.progress.step
+        self._run.events.append("checkpoint_saved", "as configured", path=str(path))
+
+    async def _step(self) -> bool:
+        """One optimizer step; False when `stop` came before the groups did."""
+        started_s = time.monotonic()
+        self.phase = "sampling"
+        groups = await self._take_groups()
+        if groups is None:
+            return False
+        waited_s = time.monotonic() - started_s
+        members = [member for group in groups for member in group.members]
+        batch = build_batch([group.members for group in groups], scale=self._config.algo.scale)
+        step = self.progress.step + 1
+        self.phase = "training"
+        result: StepResult = await self._trainer.call(
+            "train_step",
+            list(batch.samples),
+            step=step,
+            version=self.progress.step,
+            timeout_s=TRAINER_LIMIT_S,
+        )
+        if not result.applied:
+            self._run.events.append("step_not_applied", result.skip_reason, step=step)
+        self.progress.step = step
+        metrics = dict(result.metrics) | batch.metrics()
+        if step % self._config.weights.publish_every == 0:
+            metrics |= await self.publish(step)
+        metrics |= trajectory_metrics(members) | self._count(members)
+        step_s = time.monotonic() - started_s
+        metrics |= {
+            "time/step_s": step_s,
+            "time/wait_s": waited_s,
+            "time/trainer_wait_frac": waited_s / step_s,
+        }
+        self._record(step, metrics, members)
+        return True
+
+    async def publish(self, version: int) -> dict[str, float]:
+        """Write the trainer's weights as `version` and let every replica fetch it on its own."""
+        self.phase = "publishing weights"
+        report = await self._trainer.call("publish", version, timeout_s=TRAINER_LIMIT_S)
+        self.progress.published_version = version
+        await self._fleet.roll_out(version)
+        metrics: dict[str, float] = report.metrics()
+        return metrics
+
+    async def _take_groups(self) -> list[FinishedGroup] | None:
+        loop = self._config.loop
+        take = asyncio.ensure_future(
+            self._rollout.take(
+                loop.sessions_per_step // loop.group_size, trainer_version=self.progress.step
+            )
+        )
+        stop = asyncio.ensure_future(self._stop.wait())
+        lost = asyncio.ensure_future(self._until_no_replica_is_left())
+        try:
+            await asyncio.wait((take, stop, lost), return_when=asyncio.FIRST_COMPLETED)
+            if take.done():
+                return take.result()
+            if lost.done():
+                lost.result()
+            return None
+        finally:
+            for task in (take, stop, lost):
+                task.cancel()
+            await asyncio.gather(take, stop, lost, return_exceptions=True)
+
+    async def _until_no_replica_is_left(self) -> None:
+        while not all(status.state.is_final for status in self._fleet.status()):
+            await asyncio.sleep(FLEET_LOOK_S)
+        reasons = {f"{status.name}: {status.reason}" for status in self._fleet.status()}
+        raise EngineError(f"loop: every replica was given up: {'; '.join(sorted(reasons))}")
+
+    def _count(self, members: Sequence[Trajectory]) -> dict[str, float]:
+        """Move the rollout's counts and the cost of the interval into progress and metrics."""
+        counts = self._rollout.drain_counts()
+        progress = self.progress
+        progress.sessions += counts.sessions
+        progress.voids += counts.voids
+        progress.pool_tokens = dict(
+            Counter(progress.pool_tokens) + Counter(tokens_by_pool(members))
+        )
+        served = Counter(serving_pool(member) for member in members)
+        progress.pool_sessions = dict(Counter(progress.pool_sessions) + served)
+        cost = self._costs.close_interval(time.monotonic())
+        progress.cost_usd += cost.usd
+        replicas = Counter(
+            status.pool
+            for status in self._fleet.status()
+            if status.state in (SlotState.READY, SlotState.UPDATING)
+        )
+        return {
+            "rollout/void_frac": counts.voids / counts.sessions if counts.sessions else 0.0,
+            "rollout/retries": float(counts.retries),
+            "rollout/stale_groups": float(counts.stale_groups),
+            "rollout/void_groups": float(counts.void_groups),
+            **{f"rollout/void_{name}": float(n) for name, n in sorted(counts.void_reasons.items())},
+            **cost.metrics(),
+            "cost/total_usd": progress.cost_usd,
+            **{f"pools/{pool}/replicas": float(replicas[pool]) for pool in self._config.pools},
+        }
+
+    def _record(self, step: int, metrics: dict[str, float], members: list[Trajectory]) -> None:
+        reward = metrics.get("reward/mean")
+        if reward is None:
+            raise TrainerError(f"loop: step {step} has no valid session; see events.jsonl")
+        self.progress.rewards.append(reward)
+        self._run.write_trajectories(step, members)
+        row: dict[str, Any] = {"step": step, **metrics}
+        self._run.metrics.append(row)
+        self.last_metrics = metrics

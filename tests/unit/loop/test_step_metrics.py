@@ -1,0 +1,64 @@
+"""What a step says about the sessions it trained on."""
+
+import pytest
+
+from rlmix.core.trajectory import Outcome, StopReason, Trajectory, Turn
+from rlmix.loop.step_metrics import serving_pool, tokens_by_pool, trajectory_metrics
+
+
+def session(pools: list[tuple[str, int]], *, reward: float = 0.0, void: bool = False) -> Trajectory:
+    turns = tuple(
+        Turn(
+            output_ids=tuple(range(count)),
+            sampler_logprobs=(0.0,) * count,
+            observation_ids=(7, 7),
+            pool=pool,
+            cached_tokens=3,
+        )
+        for pool, count in pools
+    )
+    return Trajectory(
+        session_id="s",
+        group_id="g",
+        task_id="t",
+        prompt_ids=(1, 2, 3, 4),
+        turns=turns,
+        stop_reason=StopReason.SANDBOX_LOST if void else StopReason.SUBMITTED,
+        outcome=Outcome.VOID if void else Outcome.PASS if reward else Outcome.FAIL,
+        reward=reward,
+        started_s=10.0,
+        finished_s=12.0,
+    )
+
+
+def test_a_session_that_moved_belongs_to_the_pool_that_sampled_most_of_it():
+    assert serving_pool(session([("a100", 5), ("b200", 9), ("a100", 3)])) == "b200"
+    assert serving_pool(session([("a100", 5), ("b200", 5)])) == "a100"
+    assert serving_pool(session([])) == ""
+
+
+def test_tokens_are_counted_where_they_were_sampled():
+    moved = session([("a100", 5), ("b200", 9)])
+    assert tokens_by_pool([moved, session([("a100", 1)])]) == {"a100": 6, "b200": 9}
+
+
+def test_a_void_session_is_no_reward_but_its_tokens_count():
+    metrics = trajectory_metrics(
+        [
+            session([("a100", 4)], reward=1.0),
+            session([("a100", 4)], reward=0.0),
+            session([("b200", 6)], reward=1.0),
+            session([("b200", 6)], void=True),
+        ]
+    )
+    assert metrics["reward/mean"] == pytest.approx(2 / 3)
+    assert metrics["reward/by_pool/a100"] == 0.5
+    assert metrics["reward/by_pool/b200"] == 1.0
+    assert metrics["rollout/tokens"] == 20
+    assert metrics["rollout/stop_submitted_frac"] == 1.0
+    # Each valid context: 4 prompt ids, its sampled ids and 2 observation ids.
+    assert metrics["rollout/cached_tokens_frac"] == pytest.approx(9 / (10 + 10 + 12))
+
+
+def test_a_step_of_voids_has_no_reward_at_all():
+    assert "reward/mean" not in trajectory_metrics([session([("a100", 4)], void=True)])
