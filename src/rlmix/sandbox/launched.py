@@ -1,0 +1,117 @@
+"""What backends that start processes on this machine have in common: one launcher, templates,
+live sandboxes, one folder of the worker's own.
+
+Invariant: `close` leaves no process and no folder, however many sandboxes were alive.
+"""
+
+import asyncio
+import contextlib
+import shutil
+from pathlib import Path
+
+from rlmix.core.errors import SandboxError
+from rlmix.core.task import Commit
+from rlmix.sandbox.link import LauncherLink, interpreter
+from rlmix.sandbox.protocol import SandboxLimits, Template
+from rlmix.sandbox.repository import RepositoryTemplate, TemplateStore
+from rlmix.sandbox.session import Placement, ShellSandbox
+from rlmix.sandbox.shell import write_static
+from rlmix.sandbox.uids import UidPool, UidRange
+
+MAX_LAUNCHES = 5
+"""A launcher that keeps dying is a fault to show, not to hide."""
+
+
+class LaunchedBackend:
+    """Base of the local backends. A subclass says how one sandbox is started and cleaned up."""
+
+    name: str
+    is_isolated: bool
+
+    def __init__(
+        self, *, limits: SandboxLimits, folder: Path, run_id: str, uids: UidRange | None
+    ) -> None:
+        self._limits = limits
+        self._folder = folder
+        self._run_id = run_id
+        self._uids = UidPool(uids)
+        self._link = LauncherLink()
+        self._launching = asyncio.Lock()
+        self._launches = 0
+        self._templates = TemplateStore(folder)
+        self._sandboxes: set[ShellSandbox] = set()
+        self.warnings: tuple[str, ...] = ()
+
+    # --- what a subclass adds
+
+    async def _after_launch(self) -> None:
+        """Prepare a fresh launcher."""
+
+    def _placement(self, template: RepositoryTemplate, uid: int | None) -> Placement:
+        raise NotImplementedError
+
+    def _clean(self, placement: Placement) -> None:
+        """Remove what one ended sandbox left on this machine."""
+
+    # --- shared
+
+    def _write_static(self, *, inside: str, has_pids_limit: bool) -> None:
+        write_static(
+            self._folder / "static",
+            inside=inside,
+            interpreter=interpreter(),
+            limits=self._limits,
+            is_isolated=self.is_isolated,
+            has_pids_limit=has_pids_limit,
+        )
+
+    async def _ensure_launcher(self) -> None:
+        async with self._launching:
+            if self._link.is_open:
+                return
+            if self._launches >= MAX_LAUNCHES:
+                raise SandboxError(
+                    f"sandbox: the launcher process ended {MAX_LAUNCHES} times; "
+                    "see the worker's log"
+                )
+            self._launches += 1
+            self._link = LauncherLink()
+            self._link.start(self._run_id)
+            await self._after_launch()
+
+    async def prepare(self, history: tuple[Commit, ...]) -> RepositoryTemplate:
+        return await self._templates.get(history)
+
+    async def create(self, template: Template) -> ShellSandbox:
+        assert isinstance(template, RepositoryTemplate)
+        await self._ensure_launcher()
+        uid = self._uids.take()
+        placement = self._placement(template, uid)
+        self._templates.hold(template)
+
+        def on_end() -> None:
+            self._uids.give_back(uid)
+            self._templates.let_go(template)
+            self._sandboxes.discard(sandbox)
+            self._clean(placement)
+
+        sandbox = ShellSandbox(self._link, placement, self._limits, on_end=on_end)
+        self._sandboxes.add(sandbox)
+        try:
+            await sandbox.start()
+        except BaseException:
+            await sandbox.destroy()
+            raise
+        return sandbox
+
+    @property
+    def num_live(self) -> int:
+        return len(self._sandboxes)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(sandbox.destroy() for sandbox in list(self._sandboxes)))
+        await self._link.close()
+        await self._templates.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self._folder.parent.rmdir()  # The run's folder, when this was its last worker.

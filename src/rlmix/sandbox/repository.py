@@ -1,0 +1,186 @@
+"""Builds a task's repository with real git, once per process, as a folder that sandboxes copy.
+
+A template folder holds `repo` (work tree and .git of the agent's copy) and `capture` (a git folder
+of ours: configuration and attributes that make git record raw bytes). Both are never written
+again; sandboxes see them read-only.
+
+Invariant: the object store holds the history's own objects and nothing else, and the same history
+always gives the same base commit.
+"""
+
+import asyncio
+import hashlib
+import shutil
+import subprocess
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlmix.core.errors import DataError, SandboxError
+from rlmix.core.task import Commit
+
+FIRST_COMMIT_UNIX_S = 1_700_000_000
+COMMIT_GAP_S = 86_400
+"""Fixed dates: a commit id must not depend on when it was made."""
+MAX_TEMPLATES = 64
+"""Kept per process; sessions of one group come together, so few are in use at once."""
+_GIT_TIMEOUT_S = 60.0
+
+_CAPTURE_CONFIG = """[core]
+\trepositoryformatversion = 0
+\tfilemode = true
+\tbare = false
+\tsymlinks = true
+\tignorecase = false
+\tautocrlf = false
+\tsafecrlf = false
+\tcompression = 0
+\tattributesfile = /dev/null
+\texcludesfile = /dev/null
+\tquotepath = true
+\tfsmonitor = false
+\thookspath = /dev/null
+[add]
+\tignoreErrors = false
+[gc]
+\tauto = 0
+"""
+_CAPTURE_ATTRIBUTES = "* -text -filter -ident -working-tree-encoding !eol !diff !merge\n"
+"""The highest rank of attributes: no .gitattributes of a work tree can convert or hide bytes."""
+
+_BUILD = """set -e
+umask 022
+git init -q --template= -b main repo
+cd repo
+fast="-c core.fsync=none -c core.logAllRefUpdates=false"
+git $fast -c fastimport.unpackLimit=1 fast-import --quiet
+git $fast read-tree -u --reset main
+mkdir -p ../capture/info ../capture/objects ../capture/refs
+printf 'ref: refs/heads/none\\n' >../capture/HEAD
+printf '%s' "$CONFIG" >../capture/config
+printf '%s' "$ATTRIBUTES" >../capture/info/attributes
+read -r head <.git/refs/heads/main
+printf '%s' "$head"
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RepositoryTemplate:
+    """A built repository on disk."""
+
+    path: Path
+    base_commit: str
+
+
+def fast_import_stream(history: tuple[Commit, ...]) -> bytes:
+    """The history in git's fast-import language.
+
+    Raises:
+        DataError: no commit, or a path that leaves the repository or names `.git`.
+    """
+    if not history:
+        raise DataError("task: history is empty; a repository needs at least one commit")
+    out: list[bytes] = []
+    for number, commit in enumerate(history):
+        when = f"{FIRST_COMMIT_UNIX_S + number * COMMIT_GAP_S} +0000"
+        message = commit.message.encode()
+        out.append(b"commit refs/heads/main\n")
+        out.append(f"committer Developer <developer@localhost> {when}\n".encode())
+        out.append(b"data %d\n%s\n" % (len(message), message))
+        for path, text in commit.files.items():
+            data = text.encode()
+            out.append(b"M 100644 inline %s\n" % checked_path(path).encode())
+            out.append(b"data %d\n%s\n" % (len(data), data))
+    return b"".join(out)
+
+
+def checked_path(path: str) -> str:
+    """`path` itself when it is a plain relative path below the repository's root."""
+    parts = path.split("/")
+    bad = any(part in ("", ".", "..") or part.lower() == ".git" for part in parts)
+    if bad or path.startswith('"') or "\n" in path or "\0" in path:
+        raise DataError(
+            f"task: path {path!r} is not allowed; give a relative path without '..', '.git', "
+            "empty parts or line ends"
+        )
+    return path
+
+
+class TemplateStore:
+    """Templates of one process, by content. Oldest unused ones are removed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: OrderedDict[str, asyncio.Task[RepositoryTemplate]] = OrderedDict()
+        self._users: dict[Path, int] = {}
+
+    async def get(self, history: tuple[Commit, ...]) -> RepositoryTemplate:
+        """The template of `history`; concurrent callers share one build."""
+        stream = fast_import_stream(history)
+        key = hashlib.sha256(stream).hexdigest()[:24]
+        task = self._known.get(key)
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
+            task = asyncio.create_task(self._build(key, stream), name=f"template {key}")
+            self._known[key] = task
+        self._known.move_to_end(key)
+        template = await asyncio.shield(task)
+        self._trim()
+        return template
+
+    def hold(self, template: RepositoryTemplate) -> None:
+        self._users[template.path] = self._users.get(template.path, 0) + 1
+
+    def let_go(self, template: RepositoryTemplate) -> None:
+        left = self._users.pop(template.path) - 1
+        if left:
+            self._users[template.path] = left
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._known.values(), return_exceptions=True)
+
+    def _trim(self) -> None:
+        for key, task in list(self._known.items()):
+            if len(self._known) <= MAX_TEMPLATES:
+                return
+            if not task.done() or task.cancelled() or task.exception():
+                continue
+            path = task.result().path
+            if path not in self._users:
+                del self._known[key]
+                shutil.rmtree(path, ignore_errors=True)
+
+    async def _build(self, key: str, stream: bytes) -> RepositoryTemplate:
+        return await asyncio.to_thread(build_template, self._folder / key, stream)
+
+
+def build_template(path: Path, stream: bytes) -> RepositoryTemplate:
+    """Run git in the new folder `path`. Blocks."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    path.chmod(0o755)
+    env = {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "HOME": str(path),
+        "LC_ALL": "C",
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_CONFIG_GLOBAL": "/dev/null",
+        "CONFIG": _CAPTURE_CONFIG,
+        "ATTRIBUTES": _CAPTURE_ATTRIBUTES,
+    }
+    try:
+        done = subprocess.run(
+            ["/bin/sh", "-c", _BUILD],
+            cwd=path,
+            env=env,
+            input=stream,
+            capture_output=True,
+            timeout=_GIT_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        text = getattr(error, "stderr", b"") or b""
+        raise SandboxError(
+            f"sandbox: git could not build a task's repository in {path}: {error}; "
+            f"{text.decode(errors='replace').strip()}"
+        ) from None
+    return RepositoryTemplate(path=path, base_commit=done.stdout.decode())

@@ -1,0 +1,67 @@
+"""Files that every sandbox of a backend shares, read-only: the first process, `submit`, accounts.
+
+Invariant: they hold no fact about any task.
+"""
+
+import os
+import shlex
+from pathlib import Path
+
+from rlmix.sandbox.protocol import SandboxLimits
+
+SUBMIT = '#!/bin/sh\n: >"$RLMIX_SUBMIT"\n'
+"""Leaves a mark that the first process looks for, which a command cannot do by printing."""
+PASSWD = "agent:x:1000:1000:agent:/tmp:/bin/bash\nnobody:x:65534:65534:nobody:/:/bin/false\n"
+GROUP = "agent:x:1000:\nnogroup:x:65534:\n"
+CPU_PER_WALL = 2
+"""CPU seconds a process may use per second of the command's limit; the machine limit beside the
+wall-clock one, for what survives in the background."""
+
+
+def write_static(
+    folder: Path,
+    *,
+    inside: str,
+    interpreter: str,
+    limits: SandboxLimits,
+    is_isolated: bool,
+    has_pids_limit: bool,
+) -> None:
+    """Write the shared files to `folder`, which the sandbox sees as `inside`."""
+    bin_folder = folder / "bin"
+    bin_folder.mkdir(parents=True)
+    for path, text in {"bin/submit": SUBMIT, "passwd": PASSWD, "group": GROUP}.items():
+        (folder / path).write_text(text)
+    (folder / "bin/submit").chmod(0o755)
+    for name in ("python", "python3"):
+        (bin_folder / name).symlink_to(interpreter)
+    settings = {
+        "static": inside,
+        "isolated": "1" if is_isolated else "",
+        "memory_kib": str(limits.memory_mib * 1024),
+        "file_kib": str(limits.disk_mib * 1024),
+        "pids": str(limits.pids) if has_pids_limit else "",
+        "cpu_s": str(max(1, round(limits.command_timeout_s * CPU_PER_WALL))),
+    }
+    head = "".join(f"{name}={shlex.quote(value)}\n" for name, value in settings.items())
+    # Paths differ between sandboxes only without isolation, so they are arguments.
+    head += 'repo=$1 base=$2 scratch=$3 home=$4\nshift 4\nextra_env=("$@")\n'
+    body = Path(__file__).with_name("loop.sh").read_text()
+    (folder / "loop.sh").write_text(head + body)
+    for path in (folder, bin_folder):
+        path.chmod(0o755)
+    for path in (folder / "passwd", folder / "group", folder / "loop.sh"):
+        path.chmod(0o644)
+
+
+def ends_with_submit(command: str) -> bool:
+    """True when the last word that a shell would run is `submit` (a cheap, strict reading)."""
+    text = command.rstrip().rstrip(";)} \t\n")
+    if not text.endswith("submit"):
+        return False
+    before = text[: -len("submit")]
+    return before == "" or before[-1] in " \t\n;&|({"
+
+
+def as_request(verb: str, text: bytes) -> bytes:
+    return os.fsencode(verb) + b"\0" + text + b"\0"

@@ -1,0 +1,73 @@
+"""What a session is asked to do, and the small interfaces it needs."""
+
+import zlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from rlmix.engine.protocol import GenerateRequest, Generation
+from rlmix.tasks.verdict import Verdict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionSpec:
+    """One session, complete and picklable: a worker needs nothing else to run it."""
+
+    session_id: str
+    group_id: str
+    task_id: str
+    source: str
+    """Name of the task source."""
+    split: str
+    source_seed: int
+    seed: int
+    """Turn seeds are derived from it, so equal specs sample equal tokens on equal weights."""
+    temperature: float
+    top_p: float
+    top_k: int
+    record: str
+    """`support`, `head` or `none`: what the engine reports about each token."""
+    head_k: int = 0
+    max_turns: int
+    max_turn_tokens: int
+    max_context_tokens: int
+    """Prompt, sampled tokens and observations together."""
+    time_limit_s: float
+    command_timeout_s: float
+    output_chars: int
+    min_version: int | None = None
+    """Oldest weight version that may sample; None takes any."""
+    grade_unsubmitted: bool = False
+    """Judge what is there when a limit ends the session. Off in training: only a submission can
+    earn 1; evaluations that grade the state at the limit turn it on and say so."""
+
+    def turn_seed(self, turn: int) -> int:
+        """31-bit sampling seed of turn `turn` (from 0)."""
+        return zlib.crc32(f"{self.seed}/{turn}".encode()) & 0x7FFFFFFF
+
+
+class Engine(Protocol):
+    """What a session asks of `EngineClient`."""
+
+    async def generate(self, request: GenerateRequest) -> Generation: ...
+
+    async def release(self, session_id: str) -> None: ...
+
+
+class Renderer(Protocol):
+    """What a session asks of `ChatRenderer`."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
+
+    def prompt_ids(self, issue: str) -> list[int]: ...
+
+    def observation_ids(
+        self, exit_code: int, output: str, *, ended_with_stop: bool
+    ) -> list[int]: ...
+
+    def command(self, output_ids: list[int] | tuple[int, ...]) -> str | None: ...
+
+
+Judge = Callable[[bytes], Awaitable[Verdict]]
+"""Diff -> verdict. The session never holds the hidden half of its task."""
