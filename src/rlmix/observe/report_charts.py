@@ -11,6 +11,15 @@ from rlmix.observe.report_data import ReportData
 from rlmix.observe.svg import Axes, Points, Series
 
 RUNNING_MEAN_STEPS = 5
+TIME_PARTS = {
+    "time/wait_s": "waiting for sessions",
+    "time/batch_s": "building the batch",
+    "time/train_s": "training",
+    "time/publish_s": "publishing weights",
+    "time/checkpoint_s": "checkpoint",
+    "time/eval_s": "evaluation",
+}
+"""Wall time inside a step, by metric, in the order drawn; what is not measured is the rest."""
 
 
 def learning_cards(data: ReportData) -> list[str]:
@@ -265,13 +274,14 @@ def _cost(data: ReportData) -> str:
 def _time_split(data: ReportData) -> str:
     whole = dict(data.column("time/step_s"))
     parts = [
-        Series(name=part.replace("_", " "), points=data.column(f"time/{part}_s"), slot=slot)
-        for slot, part in enumerate(data.time_parts)
+        Series(name=name, points=data.column(key), slot=slot)
+        for slot, (key, name) in enumerate(TIME_PARTS.items())
     ]
+    parts = [part for part in parts if part.points]
     wait = dict(data.column("time/trainer_wait_frac"))
     if not parts and wait:
         waits = [(step, share * whole[step]) for step, share in wait.items() if step in whole]
-        parts = [Series(name="trainer waits for sessions", points=waits, slot=0)]
+        parts = [Series(name="waiting for sessions", points=waits, slot=0)]
     known = [sum(dict(part.points).get(step, 0.0) for part in parts) for step in whole]
     rest = [
         (step, max(0.0, seconds - measured))
@@ -285,8 +295,8 @@ def _time_split(data: ReportData) -> str:
     drawn = svg.stacked_bars(parts, axes, number=lambda value: f"{value:.2f} s")
     return card(
         "Time split",
-        "Wall time of each optimizer step. Sampling goes on during all of it; "
-        "waiting means that the trainer had no full batch.",
+        "Wall time of each optimizer step. Sampling goes on during all of it; waiting means that "
+        "the trainer had no full batch. Parts that overlap can add up to more than the step.",
         _chart(parts, drawn, "time/step_s", blocks=True),
         is_wide=True,
     )

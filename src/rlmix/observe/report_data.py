@@ -22,8 +22,6 @@ _POOL_KEY = re.compile(
     r"(?:reward/by_pool/(?P<a>.+)|mismatch/by_pool/(?P<b>.+)/k3_kl"
     r"|cost/by_pool/(?P<c>.+)_usd|pools/(?P<d>.+)/replicas)"
 )
-_TIME_PART = re.compile(r"time/(?P<part>.+)_s")
-NOT_A_TIME_PART = ("step", "unix", "run")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,17 +83,6 @@ class ReportData:
                 if match:
                     names.setdefault(next(group for group in match.groups() if group))
         return list(names)
-
-    @property
-    def time_parts(self) -> list[str]:
-        """Names of the measured parts of a step's time, in order of appearance."""
-        parts: dict[str, None] = {}
-        for row in self.metrics:
-            for key in row:
-                match = _TIME_PART.fullmatch(key)
-                if match and match["part"] not in NOT_A_TIME_PART:
-                    parts.setdefault(match["part"])
-        return list(parts)
 
     @property
     def resumed_at(self) -> list[tuple[float, str]]:

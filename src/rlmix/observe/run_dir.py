@@ -39,6 +39,7 @@ from rlmix.observe.manifest import (
 from rlmix.observe.metrics import METRICS_FILE, MetricsLog
 from rlmix.observe.redact import Redactor
 from rlmix.observe.run_state import SUMMARY_FILE
+from rlmix.observe.run_state import is_run_dir as is_run_dir
 from rlmix.observe.sinks import SINKS, SinkContext, SinkWorker, check_sinks, close_sinks
 
 SUPERSEDED_DIR = "superseded"

@@ -7,15 +7,20 @@ only cue. Hovering a point shows its numbers through the browser's own tooltip, 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
 
 NUM_SLOTS = 8
 """Colours in the style sheet; further series repeat them with another dash."""
-MAX_POINTS = 240
-"""More are averaged in groups: wider than this a chart has no pixel for each."""
+MAX_LINE_POINTS = 1000
+"""Longer lines keep the lowest and the highest point of each group, so that no spike is lost."""
+MAX_BARS = 240
+"""More are averaged in groups (the axis says so): there is no pixel for each."""
+MAX_TARGETS = 240
+"""Longer lines have no points to hover; the page would grow by megabytes."""
 MAX_MARKERS = 60
+THIN_BAR_PX = 5.0
 
 Points = Sequence[tuple[float, float]]
 
@@ -83,9 +88,8 @@ def line_chart(series: Sequence[Series], axes: Axes, *, number: Callable[[float]
     Args:
         number: writes a y value for the tooltips.
     """
-    shown = [_averaged(line) for line in series]
-    if axes.is_log:
-        shown = [_positive(line) for line in shown]
+    shown = [_positive(line) if axes.is_log else line for line in series]
+    shown = [_with_extremes(line) for line in shown]
     values = [y for line in shown for _, y in line.points]
     if not values:
         return ""
@@ -96,7 +100,10 @@ def line_chart(series: Sequence[Series], axes: Axes, *, number: Callable[[float]
 
 def stacked_bars(parts: Sequence[Series], axes: Axes, *, number: Callable[[float], str]) -> str:
     """One bar per x, made of the parts in order from the bottom."""
-    shown = [_averaged(part) for part in parts]
+    group = math.ceil(max((len(part.points) for part in parts), default=0) / MAX_BARS)
+    shown = [_averaged(part, group) for part in parts]
+    if group > 1:
+        axes = replace(axes, x_label=f"{axes.x_label} (each bar is the mean of {group})")
     xs = sorted({x for part in shown for x, _ in part.points})
     if not xs:
         return ""
@@ -110,12 +117,13 @@ def stacked_bars(parts: Sequence[Series], axes: Axes, *, number: Callable[[float
     frame = _fit(axes, [xs[0] - gap / 2, xs[-1] + gap / 2], [0.0, *tops.values()])
     width = max(1.0, 0.82 * (frame.x(xs[0] + gap) - frame.x(xs[0])))
     width = min(width, 48.0)
+    thin = " thin" if width < THIN_BAR_PX else ""
     body = []
     for part, x, low, high, value in rectangles:
         top, height = frame.y(high), max(0.0, frame.y(low) - frame.y(high))
         tip = escape(f"{axes.x_label} {x:g} \u00b7 {part.name} \u00b7 {number(value)}")
         body.append(
-            f'<rect class="bar {_class(part.slot)}" x="{frame.x(x) - width / 2:.1f}" '
+            f'<rect class="bar{thin} {_class(part.slot)}" x="{frame.x(x) - width / 2:.1f}" '
             f'y="{top:.1f}" width="{width:.1f}" height="{height:.1f}"><title>{tip}</title></rect>'
         )
     return _svg(axes, _grid(frame) + "".join(body) + _marks(frame))
@@ -215,20 +223,30 @@ def log_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in ticks if low * 0.999 <= tick <= high * 1.001]
 
 
-def _averaged(series: Series) -> Series:
-    group = math.ceil(len(series.points) / MAX_POINTS)
+def _averaged(series: Series, group: int) -> Series:
     if group <= 1:
         return series
     points = []
     for start in range(0, len(series.points), group):
         part = series.points[start : start + group]
         points.append((part[-1][0], sum(y for _, y in part) / len(part)))
-    return Series(name=series.name, points=points, slot=series.slot, is_thick=series.is_thick)
+    return replace(series, points=points)
+
+
+def _with_extremes(series: Series) -> Series:
+    if len(series.points) <= MAX_LINE_POINTS:
+        return series
+    group = math.ceil(2 * len(series.points) / MAX_LINE_POINTS)
+    points = []
+    for start in range(0, len(series.points), group):
+        part = series.points[start : start + group]
+        ends = {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
+        points.extend(sorted(ends))
+    return replace(series, points=points)
 
 
 def _positive(series: Series) -> Series:
-    points = [(x, y) for x, y in series.points if y > 0]
-    return Series(name=series.name, points=points, slot=series.slot, is_thick=series.is_thick)
+    return replace(series, points=[(x, y) for x, y in series.points if y > 0])
 
 
 def _fit(axes: Axes, xs: Sequence[float], ys: Sequence[float]) -> _Frame:
@@ -278,7 +296,7 @@ def _line(series: Series, frame: _Frame, number: Callable[[float], str]) -> str:
     thick = " thick" if series.is_thick else ""
     pieces = [f'<path class="line{thick}" d="M{path}"{_dash(series.slot)}/>']
     has_markers = len(series.points) <= MAX_MARKERS and series.slot >= 0
-    for x, y in series.points:
+    for x, y in series.points if len(series.points) <= MAX_TARGETS else ():
         tip = escape(f"{frame.axes.x_label} {x:g} \u00b7 {series.name} \u00b7 {number(y)}")
         marker = _marker(frame.x(x), frame.y(y), series.slot) if has_markers else ""
         pieces.append(
@@ -378,7 +396,7 @@ def _text(name: str, x: float, y: float, anchor: str, content: str) -> str:
 def _power(value: float) -> str:
     exponent = math.floor(math.log10(value) + 1e-9)
     factor = round(value / 10.0**exponent)
-    if -3 < exponent < 4:
+    if exponent in (0, 1):
         return f"{value:g}"
     return (
         "" if factor == 1 else f"{factor}\u00b7"

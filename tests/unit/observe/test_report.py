@@ -37,6 +37,8 @@ def metrics_row(step: int) -> dict[str, float | int]:
         "time/step_s": 8.0,
         "time/train_s": 3.0,
         "time/wait_s": 4.0,
+        "time/train_cpu_s": 5.0,
+        "time/session_model_s": 1.0,
         "time/run_s": 8.0 * step,
     }
     for number, pool in enumerate(POOLS):
@@ -118,6 +120,16 @@ def test_plot_is_drawn_with_units_on_both_axes(finished: Path, title: str) -> No
     labels = re.findall(r'class="label"[^>]*>([^<]+)<', body)
     assert len(labels) >= 2
     assert "No data" not in body
+
+
+def test_time_split_holds_wall_time_parts_and_the_rest_only(finished: Path) -> None:
+    body = card((finished / "report.html").read_text(), "Time split")
+    tips = set(re.findall(r"step 1 · ([^<]+)<", body))
+    assert tips == {
+        "waiting for sessions · 4.00 s",
+        "training · 3.00 s",
+        "rest of the step · 1.00 s",
+    }
 
 
 def test_page_asks_nothing_of_the_outside(finished: Path) -> None:

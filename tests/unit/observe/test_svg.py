@@ -89,11 +89,24 @@ def test_replicas_hold_their_number_until_the_next_reading() -> None:
     assert full < empty
 
 
-def test_long_series_are_averaged_in_groups_not_cut() -> None:
-    series = Series(name="a", points=[(float(n), float(n % 2)) for n in range(1000)], slot=0)
-    points = line_points(svg.line_chart([series], AXES, number=figures.decimal))
-    assert len(points) == 200
-    assert points[-1][0] == pytest.approx(546.0)
+def test_long_line_keeps_its_spikes() -> None:
+    values = [0.5] * 5000
+    values[1234], values[4000] = 9.0, -9.0
+    series = Series(name="a", points=[(float(n), y) for n, y in enumerate(values)], slot=0)
+    axes = Axes(x_label="step", y_label="y", y_low=-9.0, y_high=9.0, width=560, height=250)
+    points = line_points(svg.line_chart([series], axes, number=figures.decimal))
+    assert len(points) <= 1002
+    heights = [y for _, y in points]
+    assert (min(heights), max(heights)) == (10.0, 210.0)
+    assert [x for x, _ in points] == sorted(x for x, _ in points)
+
+
+def test_many_bars_are_averaged_and_the_axis_says_so() -> None:
+    part = Series(name="a", points=[(float(n), float(n % 2)) for n in range(1, 961)], slot=0)
+    text = svg.stacked_bars([part], AXES, number=figures.decimal)
+    assert text.count("<rect") == 240
+    assert "step (each bar is the mean of 4)" in text
+    assert text.count("0.500</title>") == 240
 
 
 def test_single_point_and_flat_line_are_drawn() -> None:
