@@ -1,0 +1,144 @@
+"""Rules between keys, each broken once on an otherwise sound configuration."""
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+
+from rlmix.config.checks import check_train
+from rlmix.config.compose import load_config
+from rlmix.config.schema.train import TrainConfig
+
+
+@functools.cache
+def default_config() -> TrainConfig:
+    return load_config().config
+
+
+def broken(**values: Any) -> list[str]:
+    """Problems of the default configuration with `section__key=value` changed."""
+    config = copy.deepcopy(default_config())
+    for path, value in values.items():
+        section, key = path.split("__")
+        setattr(getattr(config, section), key, value)
+    return [str(problem) for problem in check_train(config)]
+
+
+def test_default_configuration_has_no_problem() -> None:
+    assert broken() == []
+
+
+def test_sessions_that_do_not_fill_groups_are_refused_with_the_next_numbers() -> None:
+    (line,) = broken(loop__sessions_per_step=30)
+    assert line == (
+        "loop.sessions_per_step: got 30, no multiple of loop.group_size=8; use 24 or 32"
+    )
+    (line,) = broken(loop__sessions_per_step=5)
+    assert line.endswith("use 8")
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.9, -1), (1.0, 64), (0.9, 64)])
+def test_truncated_sampling_needs_replay(top_p: float, top_k: int) -> None:
+    (line,) = broken(algo__top_p=top_p, algo__top_k=top_k, algo__replay=False)
+    assert line.startswith("algo.replay: got false with algo.top_")
+
+
+def test_untruncated_sampling_needs_no_replay_but_a_head_for_centering() -> None:
+    untruncated = {"algo__top_p": 1.0, "algo__top_k": -1, "algo__replay": False}
+    assert broken(**untruncated) == []
+    (line,) = broken(**untruncated, algo__head_k=0)
+    assert line.startswith("algo.head_k: got 0 with algo.centering=true")
+    assert broken(**untruncated, algo__head_k=0, algo__centering=False) == []
+
+
+@pytest.mark.parametrize("kind", ["ppo", "gspo"])
+def test_centering_is_refused_where_it_is_not_defined(kind: str) -> None:
+    (line,) = broken(algo__importance=kind)
+    assert line.startswith(f"algo.centering: got true with algo.importance={kind}")
+    assert broken(algo__importance=kind, algo__centering=False) == []
+
+
+def test_bounds_that_trust_no_ratio_are_refused() -> None:
+    (line,) = broken(algo__low=6.0)
+    assert line.startswith("algo.low: got 6.0 above algo.high=5.0")
+
+
+def test_versions_are_kept_as_long_as_sessions_may_use_them() -> None:
+    (line,) = broken(loop__max_staleness=6)
+    assert line.endswith("use 7 or more")
+    assert line.startswith("weights.keep: got 6")
+    assert broken(loop__max_staleness=5) == []
+
+
+def test_publishing_more_rarely_than_staleness_allows_is_refused() -> None:
+    assert broken(weights__publish_every=5) == []
+    (line,) = broken(weights__publish_every=6)
+    assert line.startswith("weights.publish_every: got 6")
+    assert line.endswith("use 5 or less")
+
+
+def test_limits_of_sessions_fit_into_each_other() -> None:
+    lines = broken(
+        session__max_turn_tokens=512,
+        sandbox__command_timeout_s=61.0,
+        trainer__micro_batch_tokens=511,
+    )
+    assert [line.split(":")[0] for line in lines] == [
+        "session.max_turn_tokens",
+        "sandbox.command_timeout_s",
+        "trainer.micro_batch_tokens",
+    ]
+
+
+def test_unisolated_sandboxes_need_to_be_allowed_by_name() -> None:
+    (line,) = broken(sandbox__backend="unisolated")
+    assert "sandbox.allow_unisolated=true" in line
+    assert broken(sandbox__backend="unisolated", sandbox__allow_unisolated=True) == []
+
+
+def test_a_run_needs_a_pool_and_a_replica() -> None:
+    config = copy.deepcopy(default_config())
+    for pool in config.pools.values():
+        pool.replicas = 0
+    (problem,) = check_train(config)
+    assert str(problem).startswith("pools: every pool has 0 replicas")
+    config.pools.clear()
+    (problem,) = check_train(config)
+    assert str(problem).startswith("pools: there is none")
+
+
+def test_pools_are_checked_one_by_one() -> None:
+    config = copy.deepcopy(default_config())
+    config.pools["h100"].accelerator = "h10"
+    config.pools["h200"].tp = 2
+    config.pools["a100"].engine_args = {"page_size": 1}
+    config.pools["b/200"] = config.pools.pop("b200")
+    assert [str(problem) for problem in check_train(config)] == [
+        "pools.h200.tp: got 2, and an embedded replica is one process; use 1; "
+        "for more throughput raise pools.h200.replicas",
+        "pools.h100.accelerator: got 'h10'; accelerators has b300, b200, h200, h100, a100, "
+        "rtx_pro_6000; did you mean h100?",
+        "pools.a100.engine_args: got page_size, and the embedded engine takes no further "
+        "arguments; remove them",
+        "pools.b/200: the name of a pool becomes part of file and metric names; use letters, "
+        "digits, '_' and '-'",
+    ]
+
+
+def test_several_trainer_ranks_are_answered_with_one_honest_sentence() -> None:
+    (line,) = broken(trainer__ranks=2)
+    assert line == (
+        "trainer.ranks=2: several trainer ranks arrive with the distributed trainer; "
+        "this version trains on one"
+    )
+
+
+def test_a_sink_whose_package_is_absent_is_refused_with_the_install_command() -> None:
+    lines = broken(observe__wandb=True, observe__mlflow=True)
+    from importlib.util import find_spec
+
+    absent = [name for name in ("wandb", "mlflow") if find_spec(name) is None]
+    assert [line.rsplit(": ", 1)[1] for line in lines] == [
+        f"pip install 'rlmix[{name}]'" for name in absent
+    ]

@@ -1,0 +1,91 @@
+"""Single values: every key has a rule, and the names are those that the rooms implement."""
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlmix.config import names
+from rlmix.config.compose import conf_dir
+from rlmix.config.keys import leaves
+from rlmix.config.rules import RULES, check_value
+from rlmix.config.schema.train import TrainConfig
+
+FREE = {"pools.*.engine_args"}
+"""Passed on to the engine as they are; `checks` looks at them."""
+
+
+def test_every_key_but_switches_has_a_rule_and_every_rule_has_a_key() -> None:
+    needing = {key.pattern for key in leaves(TrainConfig) if key.kind is not bool} - FREE
+    assert set(RULES) == needing
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        ("loop.steps", [1, 10**6], [0, -3]),
+        ("loop.group_size", [2], [1]),
+        ("algo.top_p", [0.001, 1.0], [0.0, 1.01, float("nan")]),
+        ("algo.top_k", [-1, 1, 4096], [0, -2]),
+        ("algo.temperature", [0.1], [0.0, float("inf"), float("nan")]),
+        ("trainer.lr", [1e-9], [0.0, -1e-3, float("nan")]),
+        ("trainer.beta1", [0.0, 0.999], [1.0, -0.1]),
+        ("tasks.limit", [None, 1], [0]),
+        ("run.name", [None, "x", "2026-08.29_a"], ["", "../x", ".hidden", "a b", "a" * 101]),
+        ("run.dir", ["runs"], ["", "  "]),
+        ("net.bind", ["127.0.0.1", "::1"], ["localhost", "127.0.0.1:80"]),
+        ("accelerators.*.compute_capability", ["9.0", "10.3"], ["9", "sm90"]),
+        ("pools.*.usd_per_hour", [None, 0, 2.5], [-1]),
+    ],
+)
+def test_rules_accept_and_refuse(pattern: str, good: list[Any], bad: list[Any]) -> None:
+    assert [list(check_value(pattern, pattern, value)) for value in good] == [[]] * len(good)
+    assert all(list(check_value(pattern, pattern, value)) for value in bad)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [(pattern, name) for pattern, later in names.NOT_YET.items() for name in later],
+)
+def test_a_name_that_comes_later_is_answered_with_its_sentence(pattern: str, name: str) -> None:
+    (problem,) = check_value(pattern, pattern.replace("*", "h100"), name)
+    assert str(problem).startswith(f"{pattern.replace('*', 'h100')}={name}: ")
+    assert "arrive" in str(problem)
+
+
+def test_known_names_are_those_that_the_rooms_implement() -> None:
+    from rlmix.algos.advantages import SCALES
+    from rlmix.algos.corrections import CENTERED_KINDS, IMPORTANCE_KINDS
+    from rlmix.numerics.views import VIEWS
+    from rlmix.router.strategies import STRATEGIES
+    from rlmix.sandbox.backend import BACKENDS
+    from rlmix.tasks.source import SOURCES
+
+    assert set(names.SCALES) == set(SCALES)
+    assert set(names.IMPORTANCE_KINDS) == set(IMPORTANCE_KINDS)
+    assert set(names.CENTERED_KINDS) == set(CENTERED_KINDS)
+    assert set(names.FORMATS) == set(VIEWS)
+    assert set(names.ROUTER_POLICIES) == set(STRATEGIES)
+    assert set(names.SANDBOX_BACKENDS) == set(BACKENDS)
+    assert set(names.TASK_SOURCES) == set(SOURCES)
+
+
+DESCRIBING = sorted(
+    path
+    for path in conf_dir().rglob("*.yaml")
+    # These change values that are described where they are first set.
+    if path.parent.name not in ("experiment", "pools") and path.stem != "grpo"
+)
+
+
+@pytest.mark.parametrize("path", DESCRIBING, ids=lambda path: path.stem)
+def test_every_value_in_yaml_has_a_comment_above(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    described: set[str] = set()
+    for above, line in itertools.pairwise(["", *lines]):
+        match = re.match(r"\s*(\w+): \S", line)
+        if match and match.group(1) not in described:
+            assert above.lstrip().startswith("#"), f"{path.name}: {match.group(1)}"
+            described.add(match.group(1))
