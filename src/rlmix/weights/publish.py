@@ -40,11 +40,8 @@ if TYPE_CHECKING:
 
 WEIGHTS_FILE = "model.safetensors"
 
-NOT_COPIED = (WEIGHTS_FILE, MANIFEST_NAME, "config.json")
-"""Files of the model folder that a version writes itself."""
-
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
-"""Other weight files of the model folder would shadow ours in a loader."""
+"""Weight files of the model folder would shadow ours in a loader."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,11 +196,23 @@ def _side_files(model_files: Path, quantization: dict[str, Any] | None) -> dict[
     if quantization is not None:
         config["quantization_config"] = quantization
     contents = {"config.json": json.dumps(config, indent=2).encode()}
-    for path in sorted(model_files.iterdir()):
-        is_weight = path.name.endswith(WEIGHT_SUFFIXES)
-        if path.is_file() and path.name not in NOT_COPIED and not is_weight:
+    for path in side_files(model_files):
+        if path.name != "config.json":
             contents[path.name] = path.read_bytes()
     return contents
+
+
+def side_files(model_folder: Path) -> list[Path]:
+    """Config, tokenizer and template files of a Hugging Face folder: all but weights and the
+    manifest, sorted by name."""
+    return sorted(
+        path
+        for path in model_folder.iterdir()
+        if path.is_file()
+        and path.name != MANIFEST_NAME
+        and not path.name.startswith(".")
+        and not path.name.endswith(WEIGHT_SUFFIXES)
+    )
 
 
 def _write_or_link(

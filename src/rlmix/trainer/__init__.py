@@ -1,0 +1,1 @@
+"""The BF16 trainer: one optimizer step, checkpoints, and the source of published weights."""

@@ -1,0 +1,178 @@
+"""The policy as the trainer sees it: a Transformers causal LM in BF16.
+
+Invariants: every parameter of the checkpoint is accounted for, or loading fails; logits are made
+only where the policy sampled a token, never for all tokens; logits, softmax and logprobs are
+float32 whatever the model's dtype; dropout is off, because the ratio to the sampler would
+otherwise contain it.
+"""
+
+# B rows, T padded length, P policy tokens, H hidden size, V vocabulary, K kept-set slots
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlmix.algos.corrections import in_compute_dtype
+from rlmix.algos.support import (
+    Support,
+    entropy,
+    full_logprobs,
+    head_logprobs,
+    kept_mask,
+    replayed_logprobs,
+)
+from rlmix.batch.packing import MicroBatch
+from rlmix.core.errors import TrainerError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ATTENTION = "sdpa"
+EXPERTS = "grouped_mm"
+"""Fastest pair on the CPU for the tiny mixture-of-experts policy; numbers in docs/trainer.md."""
+
+HEAD_TOLERANCE = 0.05
+"""Nats of logit between our head (float32) and the model's own (BF16, 8 bits of mantissa), as a
+share of the largest logit. A scaled or capped head is off by far more."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The trainer's view of a micro-batch's policy tokens, at the sampling temperature."""
+
+    trainer_P: Tensor
+    """float32 [P], differentiable."""
+    support: Support | None
+    entropy_P: Tensor
+    """float32 [P], detached; of the whole vocabulary, not of the kept set."""
+
+
+class Policy:
+    """A loaded model and the few things the trainer asks of it."""
+
+    def __init__(self, model: "PreTrainedModel") -> None:
+        self.model = model.eval()
+        head = model.get_output_embeddings()
+        if head is None:
+            raise TrainerError(f"trainer: {type(model).__name__} has no language-model head")
+        self._head: Any = head
+        self._check_head()
+
+    @classmethod
+    def load(
+        cls, folder: Path, *, attention: str | None = None, experts: str | None = None
+    ) -> "Policy":
+        """Load a Hugging Face folder in BF16.
+
+        Raises:
+            TrainerError: the folder lacks files, or its tensors and the model's parameters do
+                not match one to one.
+        """
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils import logging as transformers_logging
+
+        if not (folder / "config.json").is_file():
+            raise TrainerError(
+                f"trainer: {folder} has no config.json; model.path must be a Hugging Face folder"
+            )
+        transformers_logging.disable_progress_bar()
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        options: dict[str, Any] = {"attn_implementation": attention or ATTENTION}
+        if getattr(config.get_text_config(), "num_experts", None):
+            options["experts_implementation"] = experts or EXPERTS
+        loader: Any = AutoModelForCausalLM
+        model, report = loader.from_pretrained(
+            folder,
+            dtype=torch.bfloat16,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported with the others below, not skipped
+            **options,
+        )
+        problems = {name: sorted(map(str, keys)) for name, keys in report.items() if keys}
+        if problems:
+            raise TrainerError(
+                f"trainer: {folder} does not match its model class: {problems}; every tensor must "
+                "have a parameter and every parameter a tensor"
+            )
+        return cls(model)
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Trainable parameters by name, tied ones once."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def hidden(self, ids_BT: Tensor) -> Tensor:
+        """[B, T, H] last hidden states. Rows are padded on the right, so causality is the mask."""
+        return self.model.base_model(
+            input_ids=ids_BT, attention_mask=None, use_cache=False
+        ).last_hidden_state
+
+    def logits(self, hidden_PH: Tensor) -> Tensor:
+        """float32 [P, V]: BF16 weights and hidden states, multiplied and summed in float32."""
+        # A BF16 result would round logits near 10 by 0.03, more than the formats do.
+        bias = self._head.bias
+        return F.linear(
+            in_compute_dtype(hidden_PH),
+            in_compute_dtype(self._head.weight),
+            None if bias is None else in_compute_dtype(bias),
+        )
+
+    def token_logprobs(
+        self, batch: MicroBatch, *, temperature: float, replay: bool
+    ) -> TokenLogprobs:
+        """Logprobs of a micro-batch's policy tokens, on the support the sampler recorded.
+
+        With kept sets and `replay`, renormalised on them; with a head, or without `replay`, over
+        the whole vocabulary (then kept sets give no support: p and q would not share one).
+        """
+        hidden_BTH = self.hidden(torch.from_numpy(batch.ids_BT))
+        rows_P, cols_P = torch.from_numpy(batch.rows_P), torch.from_numpy(batch.cols_P)
+        logits_PV = self.logits(hidden_BTH[rows_P, cols_P - 1]) / temperature
+        sampled_P = torch.from_numpy(batch.sampled_P)
+        with torch.no_grad():
+            entropy_P = entropy(logits_PV)
+        if batch.kept_ids_PK is None or batch.kept_logprobs_PK is None:
+            return TokenLogprobs(full_logprobs(logits_PV, sampled_P), None, entropy_P)
+        kept_ids_PK = torch.from_numpy(batch.kept_ids_PK)
+        sampler_PK = torch.from_numpy(batch.kept_logprobs_PK)
+        kept_PK = kept_mask(sampler_PK)
+        if batch.kept_exact and not replay:
+            return TokenLogprobs(full_logprobs(logits_PV, sampled_P), None, entropy_P)
+        gather = replayed_logprobs if batch.kept_exact else head_logprobs
+        trainer_P, trainer_PK = gather(logits_PV, sampled_P, kept_ids_PK, kept_PK)
+        return TokenLogprobs(
+            trainer_P, Support(trainer_PK, sampler_PK, batch.kept_exact), entropy_P
+        )
+
+    def state(self) -> dict[str, Tensor]:
+        """A BF16 copy of all tensors under the names of a Hugging Face checkpoint.
+
+        Transformers fuses experts in memory; on disk, and for every engine, they are one by one.
+        """
+        from transformers.core_model_loading import revert_weight_conversion
+
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
+        state = {
+            name: tensor for name, tensor in self.model.state_dict().items() if name not in tied
+        }
+        with torch.no_grad():
+            state = revert_weight_conversion(self.model, state)
+            return {name: state[name].detach().clone().contiguous() for name in sorted(state)}
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Our head must be the model's: some classes scale or cap logits after the matrix."""
+        ids_BT = torch.arange(8)[None] % self._head.weight.shape[0]
+        theirs = self.model(input_ids=ids_BT, use_cache=False).logits[0].float()
+        ours = self.logits(self.hidden(ids_BT)[0])
+        gap = float((theirs - ours).abs().max())
+        allowed = HEAD_TOLERANCE * max(1.0, float(theirs.abs().max()))
+        if not gap <= allowed:
+            raise TrainerError(
+                f"trainer: the head of {type(self.model).__name__} is not a plain matrix (logits "
+                f"differ by {gap:.3g}, allowed {allowed:.3g}); this model class is not supported"
+            )

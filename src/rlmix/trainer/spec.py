@@ -1,0 +1,78 @@
+"""What a trainer rank is told, and what it answers. Imports nothing heavy: the driver uses it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlgoSpec:
+    """The policy loss; meanings and sources in docs/algorithms.md."""
+
+    importance: str
+    """`none`, `tis`, `mis`, `cispo`, `ppo` or `gspo`."""
+    low: float
+    high: float
+    """Inclusive bounds on the ratio trainer / sampler."""
+    centering: bool
+    replay: bool
+    """Renormalise trainer logprobs on the recorded kept sets."""
+    temperature: float
+    """The one the sessions were sampled at; logits are divided by it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSpec:
+    """How gradients become weights."""
+
+    name: str
+    """`adamw` or `sgd` (no momentum)."""
+    lr: float
+    beta1: float
+    beta2: float
+    """Used by adamw only."""
+    weight_decay: float
+    """Decoupled, per step times lr; on matrices only, never on norms and biases."""
+    grad_clip: float
+    """Largest global gradient norm; 0 switches clipping off."""
+    warmup_steps: int
+    """Linear from lr / warmup_steps to lr; 0 starts at lr."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerSpec:
+    """One trainer rank."""
+
+    algo: AlgoSpec
+    optimizer: OptimizerSpec
+    micro_batch_tokens: int
+    """Padded tokens of one forward and backward pass."""
+    threads: int
+    """Torch threads of this process."""
+    seed: int
+    checkpoints_dir: str
+    keep_checkpoints: int
+    """Newest complete checkpoints to keep, at least 1."""
+    weights_store: str
+    views: tuple[str, ...]
+    """Weight views to publish, one per distinct pool format."""
+    attention: str | None = None
+    """Transformers' attention implementation; None: `policy.ATTENTION`."""
+    experts: str | None = None
+    """Transformers' experts implementation; None: `policy.EXPERTS`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What one call of `train_step` did."""
+
+    step: int
+    applied: bool
+    """False: the weights are as they were; `skip_reason` says why."""
+    skip_reason: str
+    """Empty when applied; `no signal: ...` is normal, `non-finite: ...` is a fault."""
+    metrics: dict[str, float]
+    pools: tuple[str, ...]
+    """Pools that sampled tokens of this step; keys `.../by_pool/<pool>/...` exist for each."""
+
+    @property
+    def is_fault(self) -> bool:
+        return self.skip_reason.startswith("non-finite")

@@ -1,0 +1,132 @@
+"""One optimizer step's worth of loss, gradient and facts.
+
+Invariants: the denominator is the number of policy tokens of the whole step, so the split into
+micro-batches changes nothing but rounding; facts are taken before any weight is applied; a
+non-finite loss stops before its gradient reaches anything.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlmix.algos.losses import TokenTerms, token_terms
+from rlmix.algos.metrics import TokenFacts
+from rlmix.batch.packing import MicroBatch
+from rlmix.core.errors import DataError
+from rlmix.trainer.policy import Policy
+from rlmix.trainer.spec import AlgoSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassResult:
+    """What all micro-batches of a step gave together."""
+
+    loss: float
+    """Already divided by the denominator."""
+    facts: TokenFacts | None
+    """None when the loss was not finite."""
+    failure: str
+    """Which micro-batch was not finite; empty when all were."""
+
+
+def run_micro_batches(
+    policy: Policy,
+    micro_batches: Sequence[MicroBatch],
+    algo: AlgoSpec,
+    *,
+    denominator: float,
+    trainer_version: int,
+) -> PassResult:
+    """Forward all micro-batches, backward those with signal; gradients go where hooks put them.
+
+    Args:
+        denominator: policy tokens of the whole step.
+        trainer_version: policy version of the weights in `policy`, for the tokens' lag.
+    Raises:
+        DataError: a token of a newer version than the trainer's.
+    """
+    loss = 0.0
+    facts: list[TokenFacts] = []
+    for batch in micro_batches:
+        lags_P = trainer_version - torch.from_numpy(batch.versions_P)
+        if bool((lags_P < 0).any()):
+            raise DataError(
+                f"trainer: sessions {batch.session_ids[:3]} hold tokens of version "
+                f"{batch.versions_P.max()}, but the trainer is at {trainer_version}"
+            )
+        with torch.set_grad_enabled(batch.needs_gradient):
+            terms, entropy_P = _terms(policy, batch, algo)
+            batch_loss = terms.loss_T.sum() / denominator
+        value = float(batch_loss.detach())
+        if not math.isfinite(value):
+            return PassResult(loss=value, facts=None, failure=_failure(batch, terms))
+        if batch.needs_gradient:
+            batch_loss.backward()
+        loss += value
+        facts.append(
+            TokenFacts(
+                log_ratios_T=terms.log_ratios_T,
+                weights_T=terms.weights_T,
+                outside_T=terms.outside_T,
+                entropy_T=entropy_P,
+                pools_T=torch.from_numpy(batch.pools_P),
+                lags_T=lags_P,
+                coeff_l1_T=terms.coeff_l1_T,
+                tail_ratio_T=terms.tail_ratio_T,
+            )
+        )
+    return PassResult(loss=loss, facts=_joined(facts), failure="")
+
+
+def _terms(policy: Policy, batch: MicroBatch, algo: AlgoSpec) -> tuple[TokenTerms, Tensor]:
+    found = policy.token_logprobs(batch, temperature=algo.temperature, replay=algo.replay)
+    if algo.centering and found.support is None:
+        raise DataError(
+            f"trainer: sessions {batch.session_ids[:3]} recorded no candidates that algo.centering "
+            "can sum over; record kept sets with algo.replay=true, or heads, or set "
+            "algo.centering=false"
+        )
+    terms = token_terms(
+        found.trainer_P,
+        torch.from_numpy(batch.sampler_logprobs_P),
+        torch.from_numpy(batch.advantages_P),
+        importance=algo.importance,
+        low=algo.low,
+        high=algo.high,
+        centering=algo.centering,
+        support=found.support,
+        sequences_T=torch.from_numpy(batch.sequences_P),
+    )
+    return terms, found.entropy_P
+
+
+def _failure(batch: MicroBatch, terms: TokenTerms) -> str:
+    bad = (~torch.isfinite(terms.loss_T)).nonzero().flatten()
+    where = "their sum overflows"
+    if bad.numel():
+        row = int(batch.rows_P[int(bad[0])])
+        where = f"first in session {batch.session_ids[row]}"
+    return (
+        f"non-finite: {bad.numel()} of {terms.loss_T.numel()} token losses in a micro-batch of "
+        f"{len(batch.session_ids)} sessions, {where}"
+    )
+
+
+def _joined(parts: Sequence[TokenFacts]) -> TokenFacts:
+    def cat(name: str) -> Tensor:
+        return torch.cat([getattr(part, name) for part in parts])
+
+    has_centering = all(part.tail_ratio_T is not None for part in parts)
+    return TokenFacts(
+        log_ratios_T=cat("log_ratios_T"),
+        weights_T=cat("weights_T"),
+        outside_T=cat("outside_T"),
+        entropy_T=cat("entropy_T"),
+        pools_T=cat("pools_T"),
+        lags_T=cat("lags_T"),
+        coeff_l1_T=cat("coeff_l1_T") if has_centering else None,
+        tail_ratio_T=cat("tail_ratio_T") if has_centering else None,
+    )
