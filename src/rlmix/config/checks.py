@@ -42,6 +42,12 @@ def _check_pools(config: TrainConfig) -> Iterator[Problem]:
                 allowed=f"accelerators has {', '.join(config.accelerators)}",
                 hint=did_you_mean(pool.accelerator, config.accelerators),
             )
+        elif pool.engine == "embedded" and pool.accelerator not in names.EMULATED:
+            yield Problem(
+                where=f"pools.{name}.accelerator",
+                what=f"got {shown(pool.accelerator)}, for which the embedded engine has no stand-in",
+                allowed=f"it reproduces {', '.join(names.EMULATED)}",
+            )
         if pool.engine == "embedded" and pool.tp > 1:
             yield Problem(
                 where=f"pools.{name}.tp",

@@ -8,8 +8,11 @@ from collections.abc import Mapping
 
 FORMATS = ("bf16", "fp8", "nvfp4")
 """Weight formats, and the weight views of the same names."""
-ACTIVATION_FORMATS = ("bf16",)
-KV_FORMATS = ("bf16", "fp8")
+ACTIVATION_FORMATS = ("bf16", "fp32")
+KV_FORMATS = ("bf16", "fp8", "fp32")
+ATTENTIONS = ("trtllm_mha", "fa3", "fa4", "flashinfer", "triton", "torch_native")
+EMULATED = ("b300", "b200", "h200", "h100", "a100", "rtx_pro_6000")
+"""Accelerators whose kernels the embedded engine stands in for."""
 IMPORTANCE_KINDS = ("mis", "tis", "none", "ppo", "cispo", "gspo")
 CENTERED_KINDS = ("mis", "tis", "none", "cispo")
 """Kinds whose weight depends on the ratio alone, so that its expectation can be subtracted."""

@@ -18,7 +18,7 @@ ROOT_GROUPS = ("experiment",)
 """Groups whose files may set keys of any section."""
 
 ADD_HINTS = {
-    "pools": "add a pool with +pool@pools.{name}=embedded_bf16 and pools.{name}.accelerator",
+    "pools": "add a pool with +pool@pools.{name}=embedded_h100, or another file of pool",
     "accelerators": "add an accelerator in a YAML file of your own (docs/adding.md)",
 }
 """Mapping -> how an entry is added; Hydra cannot add a typed entry key by key."""

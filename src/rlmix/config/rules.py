@@ -131,7 +131,7 @@ RULES: dict[str, Rule] = {
     "pools.*.weights": one_of(names.FORMATS),
     "pools.*.activations": one_of(names.ACTIVATION_FORMATS),
     "pools.*.kv": one_of(names.KV_FORMATS),
-    "pools.*.attention": TEXT,
+    "pools.*.attention": one_of(names.ATTENTIONS),
     "pools.*.moe": TEXT,
     "pools.*.tp": at_least(1),
     "pools.*.max_running": at_least(1),

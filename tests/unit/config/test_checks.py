@@ -114,11 +114,15 @@ def test_pools_are_checked_one_by_one() -> None:
     config.pools["h200"].tp = 2
     config.pools["a100"].engine_args = {"page_size": 1}
     config.pools["b/200"] = config.pools.pop("b200")
+    config.accelerators["l40s"] = config.accelerators["h100"]
+    config.pools["b300"].accelerator = "l40s"
     assert [str(problem) for problem in check_train(config)] == [
+        "pools.b300.accelerator: got 'l40s', for which the embedded engine has no stand-in; it "
+        "reproduces b300, b200, h200, h100, a100, rtx_pro_6000",
         "pools.h200.tp: got 2, and an embedded replica is one process; use 1; "
         "for more throughput raise pools.h200.replicas",
         "pools.h100.accelerator: got 'h10'; accelerators has b300, b200, h200, h100, a100, "
-        "rtx_pro_6000; did you mean h100?",
+        "rtx_pro_6000, l40s; did you mean h100?",
         "pools.a100.engine_args: got page_size, and the embedded engine takes no further "
         "arguments; remove them",
         "pools.b/200: the name of a pool becomes part of file and metric names; use letters, "

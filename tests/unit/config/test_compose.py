@@ -41,7 +41,7 @@ def test_every_experiment_composes_and_passes_the_checks(name: str) -> None:
 
 @pytest.mark.parametrize(
     "choice",
-    ["algo=grpo", "algo=mis_sc", "pools=two", "pools=six", "pool@pools.h100=embedded_bf16"],
+    ["algo=grpo", "algo=mis_sc", "pools=two", "pools=six", "pool@pools.h100=embedded_a100"],
 )
 def test_every_shipped_choice_composes_and_passes_the_checks(choice: str) -> None:
     group, file = choice.split("=")
@@ -57,10 +57,9 @@ def test_a_pool_is_added_swapped_and_removed_by_name() -> None:
     config = load_config(
         "train",
         [
-            "+pool@pools.spare=embedded_nvfp4",
-            "pools.spare.accelerator=b300",
+            "+pool@pools.spare=embedded_b300",
             "pools.spare.replicas=3",
-            "pool@pools.h100=embedded_bf16",
+            "pool@pools.h100=embedded_a100",
             "~pools.a100",
         ],
     ).config
@@ -144,12 +143,12 @@ def test_the_likely_key_is_found_among_siblings_and_in_other_sections(
         ),
         ("experiment=null", "leave this argument out"),
         ("polls@pools.x=embedded_bf16", "no group 'polls'"),
-        ("pool=embedded_bf16", "write pool@pools.NAME=embedded_bf16"),
+        ("pool=embedded_h100", "write pool@pools.NAME=embedded_h100"),
         ("~loop.steps", "only entries of pools, accelerators and engine_args can be removed"),
         ("~pools.h1", "pools has no 'h1'"),
         ("+loop.steps=3", "leave the + out: loop.steps=3"),
         ("+pools.h100.tp=1", "leave the + out: pools.h100.tp=1"),
-        ("+pools.new.weights=fp8", "add a pool with +pool@pools.new=embedded_bf16"),
+        ("+pools.new.weights=fp8", "add a pool with +pool@pools.new=embedded_h100"),
         ("+accelerators.new.memory_gb=8", "add an accelerator in a YAML file"),
         ("pools.h100.engine_args.page=1", "add it with +pools.h100.engine_args.page=1"),
         ("loop.steps.now=3", "loop.steps is a single value"),
@@ -167,9 +166,12 @@ def test_a_value_may_refer_to_another_key() -> None:
     assert config.loop.eval_every == 9
 
 
-def test_a_new_pool_without_accelerator_is_missing_a_value() -> None:
-    (line,) = faults("+pool@pools.spare=embedded_fp8")
-    assert line.startswith("pools.spare.accelerator: no value; add pools.spare.accelerator=VALUE")
+def test_values_that_nothing_sets_are_named_one_by_one() -> None:
+    lines = faults("+pool@pools.spare=embedded")
+    assert lines == [
+        f"pools.spare.{key}: no value; add pools.spare.{key}=VALUE, or set it in YAML"
+        for key in ("accelerator", "attention", "moe")
+    ]
 
 
 def test_folder_of_own_yaml_adds_accelerators_and_experiments(tmp_path: Path) -> None:
@@ -181,13 +183,12 @@ def test_folder_of_own_yaml_adds_accelerators_and_experiments(tmp_path: Path) ->
     )
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "cheap.yaml").write_text(
-        "# @package _global_\ndefaults:\n  - /pool@pools.l40s: embedded_fp8\n"
-        "  - override /accelerators: mine\npools:\n  l40s: {accelerator: l40s}\n"
+        "# @package _global_\ndefaults: [override /accelerators: mine]\nloop: {steps: 2}\n"
     )
     loaded = load_config("train", ["experiment=cheap"], extra_dir=tmp_path)
     assert loaded.config.accelerators["l40s"].memory_gb == 48
-    assert loaded.config.pools["l40s"].accelerator == "l40s"
-    assert "h100" in loaded.config.pools
+    assert loaded.config.loop.steps == 2
+    assert "h100" in loaded.config.accelerators
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,9 @@ def test_a_name_that_comes_later_is_answered_with_its_sentence(pattern: str, nam
 def test_known_names_are_those_that_the_rooms_implement() -> None:
     from rlmix.algos.advantages import SCALES
     from rlmix.algos.corrections import CENTERED_KINDS, IMPORTANCE_KINDS
+    from rlmix.engine.embedded import profile
     from rlmix.numerics.views import VIEWS
+    from rlmix.observe.sinks import SINKS
     from rlmix.router.strategies import STRATEGIES
     from rlmix.sandbox.backend import BACKENDS
     from rlmix.tasks.source import SOURCES
@@ -67,6 +69,12 @@ def test_known_names_are_those_that_the_rooms_implement() -> None:
     assert set(names.IMPORTANCE_KINDS) == set(IMPORTANCE_KINDS)
     assert set(names.CENTERED_KINDS) == set(CENTERED_KINDS)
     assert set(names.FORMATS) == set(VIEWS)
+    assert set(names.ACTIVATION_FORMATS) == set(profile.ACTIVATIONS)
+    assert set(names.KV_FORMATS) == set(profile.KV_FORMATS)
+    kernels = profile.QUERY_FP8_BACKENDS + profile.QUERY_BF16_BACKENDS
+    assert set(names.ATTENTIONS) == set(kernels)
+    assert set(names.EMULATED) == set(profile.SPLITS) - {"cpu"}
+    assert set(SINKS) == {"tensorboard", "wandb", "mlflow"}
     assert set(names.ROUTER_POLICIES) == set(STRATEGIES)
     assert set(names.SANDBOX_BACKENDS) == set(BACKENDS)
     assert set(names.TASK_SOURCES) == set(SOURCES)
@@ -76,7 +84,9 @@ DESCRIBING = sorted(
     path
     for path in conf_dir().rglob("*.yaml")
     # These change values that are described where they are first set.
-    if path.parent.name not in ("experiment", "pools") and path.stem != "grpo"
+    if path.parent.name not in ("experiment", "pools")
+    and path.stem != "grpo"
+    and not path.stem.startswith("embedded_")
 )
 
 
