@@ -34,12 +34,20 @@ from rlmix.tasks.demonstrations import CLEAN, Demonstration, Spread, demonstrate
 from rlmix.tasks.generate import build_task
 
 SHIPPED_SPREAD = Spread(
+    guess_frac=0.25,
+    wrong_fix_frac=0.27,
+    wrong_place_frac=0.08,
+    half_done_frac=0.35,
+    slip_frac=0.10,
+)
+CORPUS_SPREAD = Spread(
     guess_frac=0.30,
     wrong_fix_frac=0.30,
     wrong_place_frac=0.08,
     half_done_frac=0.40,
     slip_frac=0.10,
 )
+"""For the vocabulary only, and fixed: changing it would renumber the tokens."""
 CONTEXT_WEIGHT = 0.2
 """Loss weight of tokens that the policy reads but does not write; they teach it to copy."""
 DEMO_SEED = 1_000_003
@@ -179,7 +187,7 @@ def run_phase(
 def corpus_words(num_demos: int) -> list[str]:
     texts: list[str] = []
     for index in range(num_demos):
-        demo = demonstration(10_000_000 + index, SHIPPED_SPREAD)
+        demo = demonstration(10_000_000 + index, CORPUS_SPREAD)
         texts.append(demo.issue)
         for turn in demo.turns:
             texts += [turn.command, tool_text(turn.exit_code, turn.output)]
@@ -197,8 +205,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2, help="processes of one thread each")
-    parser.add_argument("--skill-steps", type=int, default=3000)
-    parser.add_argument("--spread-steps", type=int, default=250)
+    parser.add_argument("--skill-steps", type=int, default=2400)
+    parser.add_argument("--spread-steps", type=int, default=200)
     parser.add_argument("--skill-from", type=Path, help="folder of a finished phase 1")
     parser.add_argument("--quick", action="store_true", help="30 + 10 small steps")
     args = parser.parse_args()
