@@ -1,0 +1,158 @@
+"""The RunPlan: every process of a run with its command, and what it will cost.
+
+Plain data that survives JSON: `RunPlan.from_dict(plan.to_dict()) == plan`. The document's keys are
+a contract (design, section 7); add keys, rename none.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rlmix.plan.speed import ModelledSpeed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaPlan:
+    """One engine server."""
+
+    name: str
+    """Of the slot, e.g. `h100-0`; a replacement gets the same."""
+    pool: str
+    argv: tuple[str, ...]
+    """Command of the server. `{model_path}`, `{weight_version}` and `{ready_file}` are filled in
+    at every start, since a replacement starts from the newest version."""
+    env: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolPlan:
+    """Replicas that all compute the same numbers."""
+
+    accelerator: str
+    engine: str
+    is_emulated: bool
+    """True: the accelerator is not there, the engine reproduces its formats."""
+    weights: str
+    activations: str
+    kv: str
+    attention: str
+    moe: str
+    tp: int
+    replicas: int
+    gpus: int
+    """Accelerators of the whole pool; emulated ones where `is_emulated`."""
+    argv: tuple[str, ...]
+    """Command of one replica, with `{replica}` for its name beside the fields of `ReplicaPlan`."""
+    env: dict[str, str]
+    usd_per_hour: float
+    """Of the whole pool, at the planned replicas."""
+    usd_per_replica_hour: float
+    memory_gib: float
+    """What weights and a full cache take on one replica's accelerators."""
+    concurrency: int
+    """Requests that the whole pool works on at a time."""
+    max_running: int
+    """The same for one replica."""
+    speed: float
+    """What the router takes for the speed of one replica before it has seen any, relative to the
+    other pools."""
+    canary_tolerance_nats: float
+    modelled: ModelledSpeed | None
+    """What the accelerator should do with the reference model; None when that does not fit."""
+
+    def replica(self, pool: str, index: int) -> ReplicaPlan:
+        """The plan of replica `index` (from 0) of this pool, which is called `pool`."""
+        name = f"{pool}-{index}"
+        argv = tuple(name if part == "{replica}" else part for part in self.argv)
+        return ReplicaPlan(name=name, pool=pool, argv=argv, env=dict(self.env))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerPlan:
+    """The trainer ranks."""
+
+    ranks: int
+    device: str
+    compute: str
+    optimizer: str
+    lr: float
+    micro_batch_tokens: int
+    threads: int
+    views: tuple[str, ...]
+    """Weight views that it publishes, one for each format that a pool has."""
+    gpus: int
+    memory_gib: float
+    """Weights in BF16, master weights, gradients and optimizer state, without activations."""
+    usd_per_hour: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterPlan:
+    argv: tuple[str, ...]
+    """Command of the router, with `{ready_file}`."""
+    env: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerPlan:
+    """The task workers."""
+
+    workers: int
+    concurrency: int
+    """Sessions of one worker at a time."""
+    sandbox: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlan:
+    pools: dict[str, PoolPlan]
+    trainer: TrainerPlan
+    router: RouterPlan
+    workers: WorkerPlan
+    usd_per_hour: float
+    """All pools and the trainer. Modelled wherever accelerators are emulated."""
+    warnings: tuple[str, ...]
+
+    @property
+    def is_modelled(self) -> bool:
+        """True when the cost contains accelerators that are not there."""
+        return any(pool.is_emulated for pool in self.pools.values())
+
+    def replicas(self) -> tuple[ReplicaPlan, ...]:
+        """Every replica to start, pool by pool."""
+        return tuple(
+            pool.replica(name, index)
+            for name, pool in self.pools.items()
+            for index in range(pool.replicas)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values; tuples become lists in JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(document: Mapping[str, Any]) -> "RunPlan":
+        """The plan that `to_dict` (or its JSON) came from."""
+        pools = {}
+        for name, values in document["pools"].items():
+            modelled = values["modelled"]
+            speed = ModelledSpeed(**modelled) if modelled else None
+            pools[name] = _read(PoolPlan, {**values, "modelled": speed})
+        return RunPlan(
+            pools=pools,
+            trainer=_read(TrainerPlan, document["trainer"]),
+            router=_read(RouterPlan, document["router"]),
+            workers=_read(WorkerPlan, document["workers"]),
+            usd_per_hour=document["usd_per_hour"],
+            warnings=tuple(document["warnings"]),
+        )
+
+
+def _read(kind: Any, values: Mapping[str, Any]) -> Any:
+    """A dataclass from JSON values: lists become tuples."""
+    return kind(
+        **{
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+    )

@@ -1,0 +1,149 @@
+"""From a checked configuration to commands, prices and warnings."""
+
+import functools
+import json
+
+import pytest
+
+from rlmix.config.compose import load_config
+from rlmix.core.errors import PlanError
+from rlmix.model.bundle import resolve_model
+from rlmix.plan.build import build_plan
+from rlmix.plan.model_shape import ModelShape, shape_from_config
+from rlmix.plan.runplan import RunPlan
+
+
+@functools.cache
+def tiny_shape() -> ModelShape:
+    config = json.loads((resolve_model("bundled:tiny") / "config.json").read_text())
+    return shape_from_config("bundled:tiny", config)
+
+
+def plan(*overrides: str) -> RunPlan:
+    return build_plan(
+        load_config("train", overrides).config, shape=tiny_shape(), python="/opt/python"
+    )
+
+
+def flag(argv: tuple[str, ...], name: str) -> str:
+    return argv[argv.index(f"--{name}") + 1]
+
+
+def test_default_plan_costs_one_of_each_accelerator_per_hour() -> None:
+    default = plan()
+    prices = [pool.usd_per_hour for pool in default.pools.values()]
+    assert prices == [6.00, 5.00, 4.45, 2.71, 1.71, 2.04]
+    assert round(default.usd_per_hour, 2) == 21.91
+    assert default.is_modelled
+
+
+def test_price_of_a_pool_counts_replicas_and_may_be_set_by_pool_or_accelerator() -> None:
+    pools = plan(
+        "pools.h100.replicas=3", "pools.a100.usd_per_hour=1", "accelerators.h200.usd_per_hour=4"
+    ).pools
+    assert round(pools["h100"].usd_per_hour, 2) == 8.13
+    assert pools["h100"].usd_per_replica_hour == 2.71
+    assert (pools["h100"].gpus, pools["h100"].concurrency) == (3, 96)
+    assert pools["a100"].usd_per_hour == 1
+    assert pools["h200"].usd_per_hour == 4
+
+
+def test_commands_of_replicas_carry_the_pools_formats_and_their_own_names() -> None:
+    first, second = (r for r in plan("pools.h100.replicas=2").replicas() if r.pool == "h100")
+    assert (first.name, second.name) == ("h100-0", "h100-1")
+    assert first.argv[:3] == ("/opt/python", "-m", "rlmix.engine.embedded")
+    said = {name: flag(second.argv, name) for name in ("accelerator", "weights", "kv", "attention")}
+    assert said == {"accelerator": "h100", "weights": "fp8", "kv": "fp8", "attention": "fa3"}
+    assert flag(second.argv, "replica") == "h100-1"
+    assert flag(second.argv, "model-path") == "{model_path}"
+    assert flag(second.argv, "port") == "0"
+    assert second.env["OMP_NUM_THREADS"] == "1"
+
+
+def test_the_engines_accept_their_commands() -> None:
+    from rlmix.engine.arguments import server_parser
+
+    parser = server_parser(prog="embedded", description="")
+    for replica in plan().replicas():
+        arguments = parser.parse_args(list(replica.argv[3:]))
+        assert arguments.replica == replica.name
+        assert arguments.max_running_requests == 32
+        assert arguments.context_length == 512
+
+
+def test_the_router_accepts_its_command() -> None:
+    from rlmix.router.__main__ import parse_arguments
+
+    arguments = parse_arguments(list(plan("router.queue_timeout_s=7").router.argv[3:]))
+    assert (arguments.policy, arguments.speeds) == ("shortest_delay", "observed")
+    assert (arguments.queue_timeout_s, arguments.token_env) == (7.0, "RLMIX_TOKEN")
+
+
+def test_the_trainer_publishes_one_view_for_each_format_in_use() -> None:
+    assert plan().trainer.views == ("bf16", "fp8", "nvfp4")
+    assert plan("pools=two").trainer.views == ("bf16", "nvfp4")
+
+
+def test_memory_is_weights_and_a_full_cache() -> None:
+    # 1,475,648 parameters, 2 bytes each; 32 requests x 512 tokens x 384 elements of 1 byte.
+    assert tiny_shape().params == 1_475_648
+    assert plan().pools["a100"].memory_gib * 2**30 == 2 * 1_475_648 + 32 * 512 * 384
+
+
+def test_a_plan_survives_json() -> None:
+    original = plan()
+    assert RunPlan.from_dict(json.loads(json.dumps(original.to_dict()))) == original
+
+
+def test_the_plan_document_has_the_keys_that_scripts_rely_on() -> None:
+    document = plan().to_dict()
+    assert {"pools", "trainer", "usd_per_hour", "warnings"} <= set(document)
+    assert set(document["pools"]["b300"]) >= {
+        "accelerator", "weights", "kv", "replicas", "gpus", "argv", "env", "usd_per_hour",
+        "memory_gib", "concurrency",
+    }  # fmt: skip
+
+
+def warnings_of(*overrides: str) -> str:
+    return "\n".join(plan(*overrides).warnings)
+
+
+def test_emulation_is_always_said() -> None:
+    assert "b200, a100: emulated on this machine's CPU" in warnings_of("pools=two")
+
+
+def test_formats_that_a_chip_only_stores_are_said() -> None:
+    said = warnings_of("pools.h100.weights=nvfp4", "pools.a100.weights=fp8")
+    assert "h100: h100 has no nvfp4 tensor cores" in said
+    assert "a100: a100 has no fp8 tensor cores" in said
+    assert "b200: b200 has no" not in said
+
+
+def test_fp8_cache_on_ampere_is_said_and_bf16_is_not() -> None:
+    assert "a100: an fp8 KV cache works here only because it is emulated" in warnings_of()
+    assert "an fp8 KV cache" not in warnings_of("pools.a100.kv=bf16")
+
+
+def test_more_sessions_than_the_pools_can_work_on_is_said() -> None:
+    assert "640 sessions at a time" in warnings_of("session.concurrency=320")
+    assert "sessions at a time" not in warnings_of()
+
+
+def test_other_doubtful_choices_are_said() -> None:
+    said = warnings_of(
+        "algo=grpo", "net.bind=0.0.0.0", "sandbox.allow_unisolated=true", "pools.h100.replicas=0"
+    )
+    assert "uncorrected policy gradients collapse" in said
+    assert "net.bind=0.0.0.0: servers can be reached from other machines" in said
+    assert "commands run with your rights" in said
+    assert "h100: 0 replicas" in said
+
+
+def test_more_than_the_accelerators_memory_is_said() -> None:
+    said = warnings_of("session.max_context_tokens=4096", "pools.h100.max_running=60000")
+    assert "h100: weights and a full cache take" in said
+
+
+def test_a_model_of_unknown_shape_is_refused_by_name() -> None:
+    with pytest.raises(PlanError, match=r"model.path=my/model.*num_hidden_layers"):
+        shape_from_config("my/model", {"hidden_size": 8})
