@@ -20,6 +20,7 @@ class Progress:
     """Sessions finished, voids included."""
     voids: int = 0
     cost_usd: float = 0.0
+    pool_cost_usd: dict[str, float] = field(default_factory=dict)
     pool_sessions: dict[str, int] = field(default_factory=dict)
     """Sessions trained on, by the pool that served them."""
     pool_tokens: dict[str, int] = field(default_factory=dict)

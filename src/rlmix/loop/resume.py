@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlmix.core.errors import ConfigError
-from rlmix.observe.run_dir import RunDir, is_run_dir
+from rlmix.observe.run_dir import RunDir
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,24 +19,6 @@ class ResumePoint:
     """Checkpoint folder, or the model folder when the run died before its first checkpoint."""
     step: int
     reason: str
-
-
-def find_run(root: Path, name: str) -> Path:
-    """The run directory that `--resume NAME` means: a path, or a name below `root`.
-
-    Raises:
-        ConfigError: there is no such run; the message lists the newest ones.
-    """
-    for path in (Path(name), root / name):
-        if is_run_dir(path):
-            return path.resolve()
-    known = sorted(
-        (path for path in root.glob("*") if is_run_dir(path)),
-        key=lambda path: path.stat().st_mtime,
-        reverse=True,
-    )
-    listing = ", ".join(path.name for path in known[:5]) or "none"
-    raise ConfigError(f"--resume {name}: no such run in {root}; newest runs: {listing}")
 
 
 def read_overrides(run_path: Path) -> list[str]:

@@ -80,6 +80,7 @@ class Rollout:
         self.counts = RolloutCounts()
         self.sessions_running = 0
         self.sessions_finished = 0
+        self.sessions_taken = 0
 
     def start(self) -> None:
         self._filling = True
@@ -95,6 +96,11 @@ class Rollout:
         for ticket in self._sampling.values():
             self._stream.give_back(ticket)
         self._sampling.clear()
+
+    @property
+    def sessions_towards_next(self) -> int:
+        """Sessions finished and not yet taken for a step."""
+        return self.sessions_finished - self.sessions_taken
 
     @property
     def num_ready(self) -> int:
@@ -113,6 +119,7 @@ class Rollout:
                 taken, self._ready = self._ready[:num_groups], self._ready[num_groups:]
                 for group in taken:
                     self._stream.finish(group.ticket)
+                    self.sessions_taken += len(group.members)
                 self._fill()
                 return taken
             self._changed.clear()
@@ -136,6 +143,7 @@ class Rollout:
                 self._void_groups_in_a_row = 0
                 kept.append(group)
                 continue
+            self.sessions_taken += len(group.members)
             self._stream.give_back(group.ticket)
         if len(kept) != len(self._ready):
             self._ready = kept
@@ -189,15 +197,16 @@ class Rollout:
                     trajectory = await self._run_session(ticket, index, attempt)
                 finally:
                     self.sessions_running -= 1
-            self.sessions_finished += 1
             self.counts.sessions += 1
             self.counts.tokens += trajectory.num_sampled_tokens
             if trajectory.outcome is not Outcome.VOID:
+                self.sessions_finished += 1
                 return trajectory
             self.counts.voids += 1
             reason = trajectory.void_reason or trajectory.stop_reason.value
             self.counts.void_reasons[reason] = self.counts.void_reasons.get(reason, 0) + 1
             if attempt >= self._void_retries:
+                self.sessions_finished += 1
                 return trajectory
             attempt += 1
             self.counts.retries += 1

@@ -1,7 +1,13 @@
 """What a finished run says about itself, for the closing table and `--json`."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from rlmix.loop.progress import Progress
+from rlmix.observe.report import REPORT_FILE
+from rlmix.observe.run_dir import RunDir
+from rlmix.plan.runplan import RunPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,3 +38,47 @@ class TrainSummary:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def build_summary(
+    *,
+    plan: RunPlan,
+    run: RunDir,
+    progress: Progress,
+    evaluation: dict[str, Any] | None,
+    last_metrics: Mapping[str, float],
+    exit_reason: str,
+    wall_s: float,
+) -> TrainSummary:
+    """Put the run's counters into words that outside scripts rely on."""
+    pools = {
+        name: {
+            "accelerator": pool.accelerator,
+            "weights": pool.weights,
+            "kv": pool.kv,
+            "is_emulated": pool.is_emulated,
+            "replicas": pool.replicas,
+            "sessions": progress.pool_sessions.get(name, 0),
+            "tokens": progress.pool_tokens.get(name, 0),
+            "cost_usd": progress.pool_cost_usd.get(name, 0.0),
+            "reward": last_metrics.get(f"reward/by_pool/{name}"),
+            "k3_kl": last_metrics.get(f"mismatch/by_pool/{name}/k3_kl"),
+        }
+        for name, pool in plan.pools.items()
+    }
+    return TrainSummary(
+        run=run.name,
+        run_dir=str(run.path),
+        steps=progress.step,
+        reward_first=progress.reward_first,
+        reward_last=progress.reward_last,
+        cost_usd=progress.cost_usd,
+        wall_s=round(wall_s, 2),
+        exit_reason=exit_reason,
+        sessions=progress.sessions,
+        void_frac=progress.void_frac,
+        policy_version=progress.published_version,
+        eval=evaluation,
+        pools=pools,
+        report=str(run.path / REPORT_FILE),
+    )

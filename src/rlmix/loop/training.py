@@ -28,6 +28,8 @@ from rlmix.pools.fleet import Fleet
 from rlmix.pools.spec import SlotState
 from rlmix.scaling.costs import CostMeter
 from rlmix.trainer.spec import StepResult
+from rlmix.weights.publish import PublishReport
+from rlmix.weights.store import prune
 
 TRAINER_LIMIT_S = 600.0
 """Longest optimizer step, publication or save that is not taken for a hang."""
@@ -62,6 +64,8 @@ class TrainingLoop:
         self._stop = asyncio.Event()
         self.progress = progress
         self.phase = "starting"
+        self.is_stepping = False
+        self.is_done = False
         self.last_metrics: dict[str, float] = {}
 
     def stop(self) -> None:
@@ -75,12 +79,15 @@ class TrainingLoop:
     async def run(self) -> None:
         """Raises what stopped the run, if anything did."""
         loop = self._config.loop
+        self.is_stepping = True
         while self.progress.step < loop.steps and not self.is_stopping:
             if not await self._step():
                 break
             if self.progress.step % loop.checkpoint_every == 0:
                 await self.save()
         await self.save()
+        self.is_stepping = False
+        self.is_done = True
 
     async def save(self) -> None:
         """Write a checkpoint unless this step has one."""
@@ -104,6 +111,7 @@ class TrainingLoop:
         waited_s = time.monotonic() - started_s
         members = [member for group in groups for member in group.members]
         batch = build_batch([group.members for group in groups], scale=self._config.algo.scale)
+        batch_s = time.monotonic() - started_s - waited_s
         step = self.progress.step + 1
         self.phase = "training"
         result: StepResult = await self._trainer.call(
@@ -124,6 +132,7 @@ class TrainingLoop:
         metrics |= {
             "time/step_s": step_s,
             "time/wait_s": waited_s,
+            "time/batch_s": batch_s,
             "time/trainer_wait_frac": waited_s / step_s,
         }
         self._record(step, metrics, members)
@@ -131,12 +140,29 @@ class TrainingLoop:
 
     async def publish(self, version: int) -> dict[str, float]:
         """Write the trainer's weights as `version` and let every replica fetch it on its own."""
-        self.phase = "publishing weights"
-        report = await self._trainer.call("publish", version, timeout_s=TRAINER_LIMIT_S)
-        self.progress.published_version = version
+        metrics = await self._write_version(version)
         await self._fleet.roll_out(version)
-        metrics: dict[str, float] = report.metrics()
         return metrics
+
+    async def publish_first(self, version: int) -> None:
+        """Write the version that the pools boot with: 0, or that of the resumed checkpoint."""
+        await self._write_version(version)
+
+    async def publish_last(self) -> int:
+        """Make sure that the newest weights are published; returns their version."""
+        if self.progress.published_version != self.progress.step:
+            await self._write_version(self.progress.step)
+        return self.progress.step
+
+    async def _write_version(self, version: int) -> dict[str, float]:
+        self.phase = "publishing weights"
+        report: PublishReport = await self._trainer.call(
+            "publish", version, timeout_s=TRAINER_LIMIT_S
+        )
+        self.progress.published_version = version
+        for view in report.views:
+            prune(self._run.weights, view.view, self._config.weights.keep)
+        return report.metrics()
 
     async def _take_groups(self) -> list[FinishedGroup] | None:
         loop = self._config.loop
@@ -178,6 +204,8 @@ class TrainingLoop:
         progress.pool_sessions = dict(Counter(progress.pool_sessions) + served)
         cost = self._costs.close_interval(time.monotonic())
         progress.cost_usd += cost.usd
+        for pool, usd in cost.by_pool_usd.items():
+            progress.pool_cost_usd[pool] = progress.pool_cost_usd.get(pool, 0.0) + usd
         replicas = Counter(
             status.pool
             for status in self._fleet.status()

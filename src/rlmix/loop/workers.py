@@ -8,11 +8,14 @@ and samples again; it is never a 0.
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlmix.core.errors import LaunchError
 from rlmix.core.trajectory import Outcome, StopReason, Trajectory
 from rlmix.launch.handle import Handle
+
+OPEN_LIMIT_S = 120.0
+"""For a worker that imports, probes and starts its sandbox launcher on a busy machine."""
 
 
 class SpecLike(Protocol):
@@ -47,6 +50,15 @@ class WorkerPool:
         self._in_flight = [0] * num_workers
         self._session_limit_s = session_limit_s
         self._on_event = on_event
+
+    async def open(self) -> list[Any]:
+        """Let every worker open its sandbox backend; returns what each says about it.
+
+        Raises:
+            SandboxError: sandboxes do not work here; the message says the fix.
+        """
+        calls = (handle.call("open", timeout_s=OPEN_LIMIT_S) for handle in self._handles)
+        return list(await asyncio.gather(*calls))
 
     async def run(self, spec: SpecLike) -> Trajectory:
         index = min(range(len(self._handles)), key=self._in_flight.__getitem__)

@@ -35,6 +35,7 @@ class EventLog:
         self._writer = JsonlWriter(run_path / EVENTS_FILE, redactor=redactor)
         self._attempt = attempt
         self._clock = clock
+        self._listeners: list[Callable[[float, str, str], None]] = []
         if self._writer.repaired_bytes:
             self.append(
                 "log_repaired",
@@ -62,6 +63,12 @@ class EventLog:
                 "reason": valid_text(reason),
             }
         )
+        for listener in self._listeners:
+            listener(self._clock.now_s(), kind, reason)
+
+    def subscribe(self, listener: Callable[[float, str, str], None]) -> None:
+        """Call `listener(run_s, kind, reason)` for every event from now on."""
+        self._listeners.append(listener)
 
     def close(self) -> None:
         self._writer.close()

@@ -1,0 +1,162 @@
+"""Everything that runs beside the driver: brought up in order, taken down in reverse.
+
+Invariant: whatever was started when something fails, or when the driver is interrupted, is ended
+before `Runtime.close` returns: sessions first, then sandboxes, engines, trainer, router and Ray.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from rlmix.config.schema.train import TrainConfig
+from rlmix.launch.handle import Handle
+from rlmix.launch.process import ChildProcess
+from rlmix.launch.ray import RayCluster
+from rlmix.loop.canaries import CanaryReferences
+from rlmix.loop.specs import trainer_spec, worker_spec
+from rlmix.loop.workers import WorkerPool
+from rlmix.observe.run_dir import RunDir
+from rlmix.plan.build import TOKEN_VARIABLE
+from rlmix.plan.runplan import RunPlan
+from rlmix.pools.fleet import Fleet
+from rlmix.pools.replica import Replica
+from rlmix.pools.spec import FleetSpec, ReplicaSpec
+from rlmix.router.client import RouterAdmin
+from rlmix.sandbox.reap import reap
+from rlmix.sessions.worker import TaskWorker
+from rlmix.trainer.spec import TrainerSpec
+
+LOGICAL_CPUS = 64
+"""What actors may ask of Ray in all. Ray only counts; the plan decides what fits the machine."""
+
+ROUTER_READY_S = 30.0
+SESSION_MARGIN_S = 60.0
+"""Verdict and clean-up on top of a session's own time limit."""
+
+
+class Runtime:
+    """Ray, router, trainer and workers of one run; fleets are added by the caller."""
+
+    def __init__(self, plan: RunPlan, config: TrainConfig, run: RunDir) -> None:
+        self._plan = plan
+        self._config = config
+        self._run = run
+        self._exit = contextlib.AsyncExitStack()
+        self._token = secrets.token_urlsafe(24)
+        self._cluster: RayCluster | None = None
+        self.trainer: Handle
+        self.router: RouterAdmin
+        self.workers: WorkerPool
+
+    async def start_processes(self, model_dir: Path, views: tuple[str, ...]) -> None:
+        """Router, Ray, trainer actor and task workers; nothing is loaded yet."""
+        config, run = self._config, self._run
+        scratch = Path(tempfile.gettempdir())
+        os.environ[TOKEN_VARIABLE] = self._token
+        self._exit.callback(os.environ.pop, TOKEN_VARIABLE, None)
+        await asyncio.to_thread(reap, run.run_id, scratch)  # Of an attempt that was killed.
+        self._exit.callback(reap, run.run_id, scratch)
+        ready_path = run.logs / "router.ready.json"
+        router = ChildProcess.start(
+            [word.replace("{ready_file}", str(ready_path)) for word in self._plan.router.argv],
+            name="router",
+            log_path=run.logs / "router.log",
+            env=self._plan.router.env,
+            ready_path=ready_path,
+        )
+        self._exit.push_async_callback(router.stop)
+        # Ray wants the main thread for its signal handlers, and this blocks for some seconds;
+        # the router starts meanwhile.
+        self._cluster = RayCluster.start(run.run_id, num_cpus=LOGICAL_CPUS, log_dir=run.logs)
+        self._exit.callback(self._cluster.stop)
+        self.trainer = self._cluster.spawn(
+            make_trainer,
+            name="trainer",
+            kwargs={
+                "spec": trainer_spec(
+                    config, checkpoints=run.checkpoints, store=run.weights, views=views
+                )
+            },
+            env=thread_limits(config.trainer.threads),
+        )
+        self._exit.callback(self.trainer.kill)
+        ready = await router.wait_ready(ROUTER_READY_S)
+        self.router = RouterAdmin(ready["url"], token=self._token)
+        self._exit.push_async_callback(self.router.close)
+        self.workers = self._start_workers(ready["url"], model_dir, scratch)
+        self._exit.push_async_callback(self.workers.close)
+
+    def start_fleet(self, spec: FleetSpec, *, held_version: Callable[[], int]) -> Fleet:
+        """A fleet that ends with the runtime, unless it was stopped before. Not booted yet."""
+        fleet = Fleet(
+            spec,
+            spawn=self._spawn_replica,
+            router=self.router,
+            on_event=self._run.events.append,
+            references=CanaryReferences(self.trainer, held_version=held_version),
+        )
+        self._exit.push_async_callback(fleet.stop)
+        return fleet
+
+    def on_close(self, callback: Callable[..., object]) -> None:
+        """Await `callback` when the runtime closes, before what was started earlier ends."""
+        self._exit.push_async_callback(callback)  # type: ignore[arg-type]
+
+    async def close(self) -> None:
+        await self._exit.aclose()
+
+    def _start_workers(self, router_url: str, model_dir: Path, scratch: Path) -> WorkerPool:
+        config, cluster = self._config, self._cluster
+        assert cluster is not None
+        spec = worker_spec(
+            config,
+            run_id=self._run.run_id,
+            router_url=router_url,
+            router_token=self._token,
+            model_dir=model_dir,
+            scratch=scratch,
+        )
+
+        incarnations = [0] * config.session.workers
+
+        def spawn(index: int) -> Handle:
+            incarnations[index] += 1
+            again = f"-{incarnations[index]}" if incarnations[index] > 1 else ""
+            return cluster.spawn(
+                TaskWorker,
+                name=f"worker-{index}{again}",
+                kwargs={"spec": spec},
+                env=thread_limits(1),
+            )
+
+        return WorkerPool(
+            spawn,
+            num_workers=config.session.workers,
+            session_limit_s=config.session.time_limit_s + SESSION_MARGIN_S,
+            on_event=self._run.events.append,
+        )
+
+    def _spawn_replica(self, spec: ReplicaSpec, incarnation: int) -> Handle:
+        assert self._cluster is not None
+        return self._cluster.spawn(
+            Replica,
+            name=f"replica-{spec.name}-{incarnation}",
+            kwargs={"spec": spec},
+            env=thread_limits(1),
+        )
+
+
+def make_trainer(spec: TrainerSpec) -> object:
+    """Runs in the trainer's process; the driver itself never imports torch."""
+    from rlmix.trainer.rank import TrainerRank
+
+    return TrainerRank(spec)
+
+
+def thread_limits(threads: int) -> dict[str, str]:
+    """Many small processes share the cores; libraries must not each take all of them."""
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
