@@ -19,7 +19,7 @@ class Handle(Protocol):
     async def call(
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> Any:
-        """Call a method and return its result.
+        """Call a method and return its result. Calls made at the same time may run in any order.
 
         Cancelling the caller cancels the call. What the method raises is raised here.
 

@@ -7,6 +7,7 @@ thread or an event loop's, never a short-lived one.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -190,10 +191,8 @@ class ChildProcess:
             self._returncode = self._popen.wait()
 
     def _signal_group(self, signum: int) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):  # The group is empty already.
             os.killpg(self.pid, signum)
-        except ProcessLookupError:
-            pass  # The group is empty already.
 
 
 def describe_exit(returncode: int | None) -> str:

@@ -114,7 +114,7 @@ class ActorHandle:
     async def call(
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> Any:
-        """See `Handle.call`. An exception that is not ours carries the remote traceback as a note."""
+        """See `Handle.call`. Exceptions carry the remote traceback as a note."""
         import ray
         from ray.exceptions import RayActorError, RayTaskError
 
@@ -234,6 +234,7 @@ class RayCluster:
         max_concurrency: int = 1000,
         env: Mapping[str, str] | None = None,
         resources: Mapping[str, float] | None = None,
+        log_name: str | None = None,
     ) -> ActorHandle:
         """Make an actor that owns `cls(*args, **kwargs)`; returns at once.
 
@@ -241,16 +242,18 @@ class RayCluster:
         call. `cls` is a plain class that knows nothing of Ray.
 
         Args:
-            name: unique among the living actors of the run; output goes to `<name>.log`.
+            name: unique among the living actors of the run.
             num_cpus: logical CPUs that the actor takes from the cluster's.
             max_concurrency: calls that may be under way at a time.
             env: set in the actor before `cls`'s module is imported.
             resources: custom Ray resources that the node must have.
+            log_name: output is appended to `<log_name>.log`; the actor's name when not given. A
+                replacement has a new name and its predecessor's log.
         """
         import ray
         from ray import cloudpickle
 
-        log_path = self.log_dir / f"{name}.log"
+        log_path = self.log_dir / f"{log_name or name}.log"
         payload = cloudpickle.dumps((cls, tuple(args), dict(kwargs or {})))
         actor = (
             ray.remote(_Host)

@@ -1,7 +1,6 @@
 """Child processes: ready, ended, stopped, and never left behind."""
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -41,7 +40,8 @@ def test_the_ready_file_is_waited_for_and_its_content_returned(tmp_path):
     ready.write_text("{}")  # left by an earlier incarnation
     code = (
         "import os, sys, time; time.sleep(0.1); path = sys.argv[1]\n"
-        "open(path + '.new', 'w').write('{\"url\": \"http://x\"}'); os.rename(path + '.new', path)\n"
+        "open(path + '.new', 'w').write('{\"url\": \"http://x\"}')\n"
+        "os.rename(path + '.new', path)\n"
         "time.sleep(60)"
     )
 
@@ -73,7 +73,7 @@ def test_a_child_that_is_never_ready_is_an_error_after_the_limit(tmp_path):
         finally:
             child.kill()
 
-    with pytest.raises(LaunchError, match="not ready after 0.2 s"):
+    with pytest.raises(LaunchError, match=r"not ready after 0\.2 s"):
         asyncio.run(scenario())
 
 
@@ -91,7 +91,8 @@ def test_a_program_that_does_not_exist_is_named_in_the_log(tmp_path):
 def test_environment_is_added_and_stdin_is_empty(tmp_path):
     async def scenario():
         child = start(
-            "import os, sys; print(os.environ['WORD'], 'PATH' in os.environ, repr(sys.stdin.read()))",
+            "import os, sys; text = sys.stdin.read()\n"
+            "print(os.environ['WORD'], 'PATH' in os.environ, repr(text))",
             tmp_path,
             env={"WORD": "hello"},
         )

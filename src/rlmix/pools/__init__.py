@@ -1,0 +1,1 @@
+"""Replicas of sampler engines: boot, verify, keep up to date, watch, replace."""

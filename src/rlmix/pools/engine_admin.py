@@ -1,0 +1,171 @@
+"""The operator's side of one engine: what it is, how busy it is, and its weights.
+
+Probes use `/ping`, `/v1/loads` and `/model_info`; never `/health`, which generates a token, waits
+through pauses and can mark a healthy server unhealthy (SGLang 0.5.23).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from rlmix.core.errors import EngineError
+from rlmix.pools.spec import CanaryOutput, ReplicaLoad
+
+PROBE_TIMEOUT_S = 5.0
+"""For answers that need no computation."""
+
+
+class EngineAdmin:
+    """Talks to one engine. Create and use it inside one running event loop."""
+
+    def __init__(self, url: str, *, name: str, token: str | None) -> None:
+        self.url = url.rstrip("/")
+        self._name = name
+        self._headers = {"Content-Type": "application/json"}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._http: aiohttp.ClientSession | None = None
+
+    async def server_info(self) -> dict[str, Any]:
+        return await self._ask("GET", "/server_info", timeout_s=PROBE_TIMEOUT_S)
+
+    async def weight_version(self) -> str:
+        """As the engine spells it; `default` when it was never told."""
+        info = await self._ask("GET", "/model_info", timeout_s=PROBE_TIMEOUT_S)
+        return str(info.get("weight_version", ""))
+
+    async def loads(self) -> ReplicaLoad:
+        answer = await self._ask("GET", "/v1/loads?include=all", timeout_s=PROBE_TIMEOUT_S)
+        return read_loads(answer)
+
+    async def pause(self, mode: str, *, timeout_s: float) -> None:
+        await self._ask("POST", "/pause_generation", {"mode": mode}, timeout_s=timeout_s)
+
+    async def resume(self, *, timeout_s: float) -> None:
+        await self._ask("POST", "/continue_generation", {}, timeout_s=timeout_s)
+
+    async def update_from_disk(self, folder: Path, *, version: int, timeout_s: float) -> None:
+        """Load a version. The engine is paused.
+
+        Raises:
+            EngineError: the engine said no, in its status or in its body; its weights may be
+                half old and half new.
+        """
+        body = {
+            "model_path": str(folder),
+            "weight_version": str(version),
+            "flush_cache": True,
+            "abort_all_requests": False,
+        }
+        answer = await self._ask("POST", "/update_weights_from_disk", body, timeout_s=timeout_s)
+        if answer.get("success") is not True:
+            raise EngineError(
+                f"pools: {self._name} refused version {version} from {folder}: "
+                f"{answer.get('message', answer)}"
+            )
+
+    async def canary(
+        self, prompt_ids: Sequence[int], *, max_new_tokens: int, timeout_s: float
+    ) -> CanaryOutput:
+        """Sample greedily from one prompt."""
+        body = {
+            "rid": f"canary-{self._name}",
+            "input_ids": list(prompt_ids),
+            "sampling_params": {
+                "max_new_tokens": max_new_tokens,
+                "temperature": 0.0,
+                "top_p": 1.0,
+                "top_k": -1,
+                "min_p": 0.0,
+                "stop_token_ids": [],
+                "ignore_eos": True,
+            },
+            "return_logprob": True,
+            "top_logprobs_num": 0,
+        }
+        answer = await self._ask("POST", "/generate", body, timeout_s=timeout_s)
+        try:
+            entries = answer["meta_info"]["output_token_logprobs"]
+            return CanaryOutput(
+                prompt_ids=tuple(prompt_ids),
+                output_ids=tuple(int(entry[1]) for entry in entries),
+                # A NaN arrives as null; the admission gate names it.
+                sampler_logprobs=tuple(
+                    float("nan") if entry[0] is None else float(entry[0]) for entry in entries
+                ),
+            )
+        except (KeyError, TypeError, IndexError) as error:
+            raise EngineError(
+                f"pools: {self._name} answered a canary prompt without logprobs: {error!r}"
+            ) from error
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    async def _ask(
+        self, method: str, path: str, body: Any = None, *, timeout_s: float
+    ) -> dict[str, Any]:
+        """One exchange. A 400 with a JSON body is an answer: SGLang says `success: false` so."""
+        if self._http is None:
+            self._http = aiohttp.ClientSession(headers=self._headers)
+        try:
+            async with self._http.request(
+                method,
+                self.url + path,
+                data=None if body is None else orjson.dumps(body),
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
+            ) as response:
+                content = await response.read()
+        except TimeoutError:
+            raise EngineError(
+                f"pools: {self._name} did not answer {method} {path} in {timeout_s:g} s"
+            ) from None
+        except aiohttp.ClientError as error:
+            raise EngineError(
+                f"pools: {self._name}: {method} {path} failed: {type(error).__name__}: {error}"
+            ) from None
+        try:
+            document = orjson.loads(content) if content.strip() else {}
+        except ValueError:
+            document = None
+        is_answer = response.status == 200 or (
+            response.status == 400 and isinstance(document, dict) and "success" in document
+        )
+        if not is_answer or (content.strip() and document is None and response.status != 200):
+            raise EngineError(
+                f"pools: {self._name} answered {method} {path} with {response.status}: "
+                f"{content[:300].decode(errors='replace')}"
+            )
+        return document if isinstance(document, dict) else {}
+
+
+def read_loads(answer: dict[str, Any]) -> ReplicaLoad:
+    """`/v1/loads` summed over data-parallel ranks. Fields that are missing count as 0.
+
+    `progress_tokens` takes the engine's own total of sampled tokens where it reports one, and
+    else what the real SGLang reports: prefilled tokens and the steps in `decode_moments`.
+    """
+    ranks = [rank for rank in answer.get("loads", []) if isinstance(rank, dict)]
+
+    def total(key: str) -> float:
+        return float(sum(rank.get(key) or 0 for rank in ranks))
+
+    moments = sum((rank.get("decode_moments") or [0.0])[0] for rank in ranks)
+    sampled = answer.get("total_generated_tokens")
+    version = str(answer.get("weight_version", ""))
+    return ReplicaLoad(
+        running=int(total("num_running_reqs")),
+        queued=int(total("num_waiting_reqs")),
+        tokens_per_s=total("gen_throughput"),
+        kv_used_frac=max((float(rank.get("token_usage") or 0.0) for rank in ranks), default=0.0),
+        progress_tokens=int(
+            total("total_prefill_uncached_tokens") + (moments if sampled is None else sampled)
+        ),
+        version=int(version) if version.isdigit() else -1,
+        is_paused=bool(answer.get("paused", False)),
+    )

@@ -1,0 +1,185 @@
+"""All replicas of a run: boots them, keeps them on the newest version, replaces the lost.
+
+Who acts: one task per slot (`Slot.keep`), and one that compares the router with the slots, so
+that a router which was restarted, or lost faith in a replica that is alive, is put right.
+Invariant: nothing is registered at the router before it was verified; nobody waits for the
+slowest replica.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from rlmix.core.errors import EngineError, LaunchError, WeightSyncError
+from rlmix.pools.slot import OnEvent, References, Slot, Spawn
+from rlmix.pools.spec import FleetSpec, ReplicaStatus, SlotState
+from rlmix.router.client import RouterAdmin
+
+log = logging.getLogger(__name__)
+
+RECONCILE_EVERY_S = 2.0
+"""How often the router's list is compared with ours; one request to the router."""
+
+
+class Fleet:
+    """The driver's side. Create and use it inside one running event loop."""
+
+    def __init__(
+        self,
+        spec: FleetSpec,
+        *,
+        spawn: Spawn,
+        router: RouterAdmin,
+        on_event: OnEvent,
+        references: References | None = None,
+    ) -> None:
+        """
+        Args:
+            spawn: makes the actor for a slot's replica, at the start and for each replacement.
+            references: the trainer's logprobs for canaries; None checks only that canary
+                logprobs are numbers.
+        """
+        names = [replica.name for replica in spec.replicas]
+        if len(set(names)) != len(names):
+            raise LaunchError(f"pools: replica names repeat: {', '.join(sorted(names))}")
+        self._router = router
+        self._on_event = on_event
+        self._version = -1
+        boots = asyncio.Semaphore(spec.max_parallel_boots)
+        self._slots = [
+            Slot(
+                replica,
+                spec,
+                spawn=spawn,
+                router=router,
+                references=references,
+                on_event=on_event,
+                boots=boots,
+            )
+            for replica in spec.replicas
+        ]
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._reconciler: asyncio.Task[None] | None = None
+
+    async def start(self, version: int) -> None:
+        """Boot every replica on `version` and wait until all serve.
+
+        Raises:
+            LaunchError: a replica could not be started, with the reason and its log's last lines.
+                The others keep running; call `stop`.
+        """
+        self._version = version
+        for slot in self._slots:
+            slot.set_target(version)
+            self._tasks[slot.spec.name] = asyncio.create_task(
+                slot.keep(), name=f"slot {slot.spec.name}"
+            )
+        self._reconciler = asyncio.create_task(self._reconcile(), name="fleet reconciler")
+        await self._until(lambda: all(slot.routed_version is not None for slot in self._slots))
+
+    async def roll_out(self, version: int) -> None:
+        """Bring every replica to `version`, in the background; the newest order wins.
+
+        Raises:
+            WeightSyncError: `version` is older than one ordered before.
+            Exception: what ended a slot's task, if a bug did.
+        """
+        self._raise_failures()
+        if version < self._version:
+            raise WeightSyncError(
+                f"pools: version {version} was ordered after {self._version}; versions only grow"
+            )
+        self._version = version
+        for slot in self._slots:
+            slot.set_target(version)
+
+    async def wait_for_version(self, version: int, *, timeout_s: float) -> None:
+        """Wait until every replica that is not retired serves `version` or a newer one, and the
+        router knows.
+
+        Raises:
+            EngineError: after `timeout_s`, with the replicas that are behind.
+        """
+
+        def behind() -> list[str]:
+            return [
+                f"{slot.spec.name} ({slot.state.value}, version {slot.version})"
+                for slot in self._slots
+                if not slot.state.is_final
+                and (slot.routed_version is None or slot.routed_version < version)
+            ]
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._until(lambda: not behind())
+        except TimeoutError:
+            raise EngineError(
+                f"pools: after {timeout_s:g} s version {version} is not served by: "
+                + ", ".join(behind())
+            ) from None
+
+    def status(self) -> list[ReplicaStatus]:
+        """Every slot, in the plan's order."""
+        return [slot.status() for slot in self._slots]
+
+    async def stop(self) -> None:
+        """End every replica politely, all at once; about as long as the slowest takes."""
+        tasks = [*self._tasks.values()]
+        if self._reconciler is not None:
+            tasks.append(self._reconciler)
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                log.error("pools: a slot's task failed", exc_info=result)
+        started = [slot for slot in self._slots if slot.spec.name in self._tasks]
+        await asyncio.gather(*[slot.end() for slot in started])
+        self._tasks.clear()
+
+    async def _until(self, is_reached: Callable[[], bool]) -> None:
+        """Wait until the condition holds; raises when a slot's task failed or gave up."""
+        while not is_reached():
+            for slot in self._slots:
+                slot.changed.clear()
+            self._raise_failures()
+            for slot in self._slots:
+                if slot.state is SlotState.RETIRED and not slot.has_served:
+                    raise LaunchError(f"pools: {slot.spec.name} cannot be started: {slot.reason}")
+            waits = [asyncio.create_task(slot.changed.wait()) for slot in self._slots]
+            try:
+                await asyncio.wait(
+                    {*waits, *[t for t in self._tasks.values() if not t.done()]},
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+            finally:
+                for wait in waits:
+                    wait.cancel()
+                await asyncio.gather(*waits, return_exceptions=True)
+
+    def _raise_failures(self) -> None:
+        for task in self._tasks.values():
+            if task.done() and not task.cancelled() and (error := task.exception()):
+                raise error
+
+    async def _reconcile(self) -> None:
+        while True:
+            await asyncio.sleep(RECONCILE_EVERY_S)
+            try:
+                held = {record["name"]: record for record in await self._router.replicas()}
+            except EngineError as error:
+                log.warning("pools: %s", error)
+                continue
+            for slot in self._slots:
+                wanted, there = slot.router_record(), held.get(slot.spec.name)
+                if wanted is None or there is None:
+                    differs = wanted is not None
+                else:
+                    differs = any(there[key] != wanted[key] for key in ("url", "version", "state"))
+                if differs:
+                    self._on_event(
+                        "replica_registered_again",
+                        "the router did not hold it as it is",
+                        replica=slot.spec.name,
+                        pool=slot.spec.pool,
+                    )
+                    await slot.register()

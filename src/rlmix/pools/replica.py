@@ -1,0 +1,184 @@
+"""One replica: owns an engine process and everything that is done to it.
+
+Lives in a Ray actor on the engine's node; plain Python, so that tests use it without Ray.
+Invariant: the engine process never outlives this object's process, and no version is loaded from
+files that were not verified right before.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlmix.core.errors import EngineError, LaunchError
+from rlmix.launch.process import ChildProcess, describe_exit, log_tail
+from rlmix.pools.engine_admin import PROBE_TIMEOUT_S, EngineAdmin
+from rlmix.pools.spec import (
+    CanaryOutput,
+    PlanMismatch,
+    ReplicaInfo,
+    ReplicaLoad,
+    ReplicaSpec,
+    UpdateReport,
+)
+from rlmix.weights.store import verify_version
+
+log = logging.getLogger(__name__)
+
+CANARY_TIMEOUT_S = 60.0
+"""For one canary prompt on an engine that may still be warming up."""
+
+
+class Replica:
+    """Boot it, activate versions, ask it, stop it. One call to `boot` per object."""
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self._spec = spec
+        self._child: ChildProcess | None = None
+        self._admin: EngineAdmin | None = None
+
+    async def boot(self, version: int, folder: Path) -> ReplicaInfo:
+        """Start the engine on a version and check that it is what the plan says.
+
+        Raises:
+            WeightSyncError: the version's files are damaged.
+            LaunchError: the engine ended or was not ready in time; the message has its log's end.
+            PlanMismatch: it runs, and says of itself something else than the plan.
+            EngineError: it runs and cannot be talked to.
+        """
+        spec = self._spec
+        await asyncio.to_thread(verify_version, folder)
+        values = {
+            "{model_path}": str(folder),
+            "{weight_version}": str(version),
+            "{ready_file}": str(spec.ready_path),
+        }
+        self._child = ChildProcess.start(
+            [_fill(word, values) for word in spec.argv],
+            name=spec.name,
+            log_path=spec.log_path,
+            env=spec.env,
+            ready_path=spec.ready_path,
+        )
+        ready = await self._child.wait_ready(spec.boot_timeout_s)
+        token = os.environ.get(spec.token_env) if spec.token_env else None
+        self._admin = EngineAdmin(ready["url"], name=spec.name, token=token)
+        info = await self._admin.server_info()
+        check_plan(spec, info)
+        served = str(info.get("weight_version", ""))
+        if served != str(version):
+            log.info("started with version %r, loading %d", served, version)
+            await self._load(version, folder, pause_mode="abort")
+        return ReplicaInfo(
+            url=ready["url"],
+            pid=self._child.pid,
+            numerics_key=str(info.get("numerics_key", "")),
+            version=version,
+        )
+
+    async def watch(self) -> str:
+        """Wait until the engine has ended; returns how, with the last lines of its log."""
+        child = self._started()
+        returncode = await child.wait_exit()
+        return (
+            f"the engine ended with {describe_exit(returncode)}; log {child.log_path}:\n"
+            f"{log_tail(child.log_path, lines=5)}"
+        )
+
+    async def activate(self, version: int, folder: Path, pause_mode: str) -> UpdateReport:
+        """Verify a version's files while serving, then load them in a pause.
+
+        Raises:
+            WeightSyncError: the files are damaged or gone; the replica serves on as before.
+            EngineError: the engine failed; its weights may be mixed and it stays paused. Kill it.
+        """
+        started_s = time.monotonic()
+        await asyncio.to_thread(verify_version, folder)
+        verified_s = time.monotonic()
+        await self._load(version, folder, pause_mode=pause_mode)
+        return UpdateReport(
+            version=version,
+            pull_s=round(verified_s - started_s, 4),
+            pause_s=round(time.monotonic() - verified_s, 4),
+        )
+
+    async def loads(self) -> ReplicaLoad:
+        return await self._engine().loads()
+
+    async def canary(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    ) -> list[CanaryOutput]:
+        """Greedy answers, all prompts at once so that they cost one prompt's time."""
+        engine = self._engine()
+        return list(
+            await asyncio.gather(
+                *[
+                    engine.canary(prompt, max_new_tokens=max_new_tokens, timeout_s=CANARY_TIMEOUT_S)
+                    for prompt in prompts
+                ]
+            )
+        )
+
+    def process_id(self) -> int:
+        """Of the process that owns the engine, for whoever wants to see it or end it."""
+        return os.getpid()
+
+    async def stop(self) -> None:
+        """End the engine politely, then surely."""
+        if self._admin is not None:
+            await self._admin.close()
+        if self._child is not None:
+            await self._child.stop(grace_s=3.0)
+
+    def kill(self) -> None:
+        """End the engine at once."""
+        if self._child is not None:
+            self._child.kill()
+
+    async def _load(self, version: int, folder: Path, *, pause_mode: str) -> None:
+        """Pause, load, read the version back, continue. A failure leaves the engine paused."""
+        engine = self._engine()
+        limit_s = self._spec.update_timeout_s
+        await engine.pause(pause_mode, timeout_s=limit_s)
+        await engine.update_from_disk(folder, version=version, timeout_s=limit_s)
+        served = await engine.weight_version()
+        if served != str(version):
+            raise EngineError(
+                f"pools: {self._spec.name} says it serves version {served!r} after it accepted "
+                f"{version}"
+            )
+        await engine.resume(timeout_s=PROBE_TIMEOUT_S)
+
+    def _started(self) -> ChildProcess:
+        if self._child is None:
+            raise LaunchError(f"pools: {self._spec.name} was not booted")
+        return self._child
+
+    def _engine(self) -> EngineAdmin:
+        if self._admin is None:
+            raise LaunchError(f"pools: {self._spec.name} was not booted")
+        return self._admin
+
+
+def check_plan(spec: ReplicaSpec, info: Mapping[str, Any]) -> None:
+    """Compare what the engine says of itself with the plan.
+
+    Raises:
+        PlanMismatch: names every field that differs, with both values.
+    """
+    differences = [
+        f"{key} is {info.get(key)!r}, the plan says {expected!r}"
+        for key, expected in spec.expected.items()
+        if str(info.get(key)) != expected
+    ]
+    if differences:
+        raise PlanMismatch(f"pools: {spec.name}: " + "; ".join(differences))
+
+
+def _fill(word: str, values: Mapping[str, str]) -> str:
+    for key, value in values.items():
+        word = word.replace(key, value)
+    return word

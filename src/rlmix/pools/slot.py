@@ -1,0 +1,412 @@
+"""One slot of the fleet: the replica that fills it now, and its life from start to end.
+
+Who calls: the fleet starts one `keep` task per slot. Order of a life: boot, catch up, verify,
+register at the router; then serve, update, and be watched; on the way out the router hears first.
+Updates of one slot cannot overlap, because only its own task makes them.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlmix.core.errors import EngineError, LaunchError, WeightSyncError
+from rlmix.launch.handle import Handle
+from rlmix.pools.admission import ProgressWatch, RestartBudget, check_canaries
+from rlmix.pools.spec import (
+    CanaryOutput,
+    FleetSpec,
+    PlanMismatch,
+    ReplicaInfo,
+    ReplicaLoad,
+    ReplicaSpec,
+    ReplicaStatus,
+    SlotState,
+    UpdateReport,
+)
+from rlmix.router.client import RouterAdmin
+from rlmix.weights.store import version_dir
+
+log = logging.getLogger(__name__)
+
+Spawn = Callable[[ReplicaSpec, int], Handle]
+"""(spec, incarnation) -> the actor that will own the replica."""
+
+References = Callable[[int, Sequence[CanaryOutput]], Awaitable[Sequence[Sequence[float]] | None]]
+"""(version, canary outputs) -> the trainer's logprobs of the output ids; None when the trainer
+does not hold this version any more."""
+
+CALL_MARGIN_S = 10.0
+"""On top of a replica's own limits, for an actor that starts or is slow to answer."""
+
+LOADS_TIMEOUT_S = 10.0
+"""For one load report; several in a row make a stall."""
+
+STOP_TIMEOUT_S = 6.0
+"""For a polite stop; then the actor is killed."""
+
+NOTICE_S = 0.3
+"""How long the end of an engine may take to be noticed; see `launch.process`."""
+
+FIRST_START_ATTEMPTS = 2
+"""A slot that never served is given up after this many starts: waiting longer for a broken
+command or a missing file only hides it."""
+
+
+class OnEvent(Protocol):
+    """Where events go: `(kind, reason, **facts)`, as `EventLog.append` takes them."""
+
+    def __call__(self, kind: str, reason: str, **fields: Any) -> None: ...
+
+
+class _Gone(Exception):
+    """The replica cannot go on; the message says why."""
+
+
+class Slot:
+    """Keeps one replica alive."""
+
+    def __init__(
+        self,
+        spec: ReplicaSpec,
+        fleet: FleetSpec,
+        *,
+        spawn: Spawn,
+        router: RouterAdmin,
+        references: References | None,
+        on_event: OnEvent,
+        boots: asyncio.Semaphore,
+    ) -> None:
+        self.spec = spec
+        self._fleet = fleet
+        self._spawn = spawn
+        self._router = router
+        self._references = references
+        self._on_event = on_event
+        self._boots = boots
+        self._budget = RestartBudget(
+            max_restarts=fleet.max_restarts,
+            window_s=fleet.restart_window_s,
+            delay_s=fleet.restart_delay_s,
+        )
+        self._handle: Handle | None = None
+        self._target = 0
+        self._refused_version = -1
+        self._is_registered = False
+        self._wake = asyncio.Event()
+        self.changed = asyncio.Event()
+        """Set at every change of state or version; whoever waits clears it."""
+        self.state = SlotState.STARTING
+        self.reason = "not started yet"
+        self.incarnation = 0
+        self.restarts = 0
+        self.has_served = False
+        self.version: int | None = None
+        """Of the weights that the replica holds."""
+        self.routed_version: int | None = None
+        """What the router was told last; None while it must not send anything here."""
+        self.info: ReplicaInfo | None = None
+        self.load: ReplicaLoad | None = None
+        self._since_s = time.monotonic()
+
+    @property
+    def is_serving(self) -> bool:
+        return self.state in (SlotState.READY, SlotState.UPDATING)
+
+    def set_target(self, version: int) -> None:
+        """The slot's replica shall serve this version, or a newer one, as soon as it can."""
+        self._target = version
+        self._wake.set()
+
+    async def keep(self) -> None:
+        """Fill the slot, and fill it again, until it is retired. Cancel it to end the slot."""
+        try:
+            while True:
+                try:
+                    await self._bring_up()
+                    await self._serve()
+                except _Gone as gone:
+                    await self._take_down(SlotState.DEAD, str(gone))
+                except (LaunchError, WeightSyncError) as error:
+                    await self._take_down(SlotState.DEAD, str(error))
+                except PlanMismatch as error:
+                    await self._take_down(SlotState.RETIRED, str(error))
+                    return
+                except EngineError as error:
+                    await self._take_down(SlotState.QUARANTINED, str(error))
+                delay_s = self._next_delay_s()
+                if delay_s is None:
+                    last = self.reason
+                    self._enter(SlotState.RETIRED, f"started too often; last: {last}")
+                    await self._tell_router(self._router.delete_replica(self.spec.name))
+                    return
+                self.restarts += 1
+                self._enter(
+                    SlotState.RESTARTING,
+                    f"restart {self.restarts} in {delay_s:g} s after: {_first_line(self.reason)}",
+                )
+                await asyncio.sleep(delay_s)
+        finally:
+            if self._handle is not None:
+                await self._stop_replica()
+
+    def status(self) -> ReplicaStatus:
+        load = self.load if self.is_serving else None
+        return ReplicaStatus(
+            name=self.spec.name,
+            pool=self.spec.pool,
+            state=self.state,
+            reason=self.reason,
+            incarnation=self.incarnation,
+            version=self.version,
+            url=None if self.info is None else self.info.url,
+            pid=None if self.info is None else self.info.pid,
+            running=0 if load is None else load.running,
+            queued=0 if load is None else load.queued,
+            tokens_per_s=0.0 if load is None else load.tokens_per_s,
+            kv_used_frac=0.0 if load is None else load.kv_used_frac,
+            restarts=self.restarts,
+            since_s=time.monotonic() - self._since_s,
+        )
+
+    def router_record(self) -> dict[str, Any] | None:
+        """What the router must hold about the slot now; None when it must not serve."""
+        if not self.is_serving or self.info is None:
+            return None
+        return {
+            "pool": self.spec.pool,
+            "url": self.info.url,
+            "numerics_key": self.info.numerics_key,
+            "speed": self.spec.speed,
+            "max_running": self.spec.max_running,
+            "version": self.version,
+            # Updating is short, and requests wait for its end in the engine: to take all
+            # replicas out of rotation for it would only make a herd afterwards.
+            "state": "ready",
+        }
+
+    async def register(self) -> None:
+        """Put the slot's facts into the router; a router that is away is told again later."""
+        record = self.router_record()
+        if record is not None:
+            self._is_registered = True
+            await self._tell_router(self._router.put_replica(self.spec.name, **record))
+            self.routed_version = record["version"]
+            self.changed.set()
+
+    async def _bring_up(self) -> None:
+        async with self._boots:
+            self.incarnation += 1
+            version = self._target
+            self.version, self.info, self.load = None, None, None
+            self._enter(SlotState.STARTING, f"booting version {version}")
+            started_s = time.monotonic()
+            self._handle = self._spawn(self.spec, self.incarnation)
+            self.info = await self._call(
+                "boot",
+                version,
+                self._folder(version),
+                limit_s=self.spec.boot_timeout_s + self.spec.update_timeout_s,
+            )
+            self.version = self.info.version
+            boot_s = time.monotonic() - started_s
+            mean_abs = await self._admit()
+            while self.version < self._target and self._target != self._refused_version:
+                await self._update()
+        self.has_served = True
+        self._enter(
+            SlotState.READY,
+            "verified",
+            boot_s=round(boot_s, 3),
+            canary_mean_abs_nats=mean_abs,
+            url=self.info.url,
+            pid=self.info.pid,
+            numerics_key=self.info.numerics_key,
+        )
+        await self.register()
+
+    async def _admit(self) -> float | None:
+        """The canary check of the freshly booted version."""
+        if not self._fleet.canary_prompts:
+            return None
+        assert self.version is not None
+        outputs = await self._call(
+            "canary", self._fleet.canary_prompts, self._fleet.canary_tokens, limit_s=60.0
+        )
+        references = None
+        if self._references is not None:
+            references = await self._references(self.version, outputs)
+        return check_canaries(
+            outputs,
+            references,
+            name=self.spec.name,
+            tolerance_nats=self.spec.canary_tolerance_nats,
+        )
+
+    async def _serve(self) -> None:
+        """Watch and update until the replica is gone; raises what ended it."""
+        assert self._handle is not None
+        progress = ProgressWatch(moved_s=time.monotonic())
+        answered_s = time.monotonic()
+        watch = asyncio.create_task(self._handle.call("watch"), name=f"watch {self.spec.name}")
+        try:
+            while True:
+                if watch.done():
+                    raise _Gone(watch.result())
+                assert self.version is not None
+                if self._target > self.version and self._target != self._refused_version:
+                    await self._until(watch, self._update_while_serving())
+                    progress = ProgressWatch(moved_s=time.monotonic())
+                try:
+                    self.load = await self._until(
+                        watch, self._handle.call("loads", timeout_s=LOADS_TIMEOUT_S)
+                    )
+                    answered_s = now_s = time.monotonic()
+                    stalled_s = progress.stalled_s(self.load, now_s=now_s)
+                    if stalled_s > self._fleet.stall_timeout_s:
+                        raise _Gone(
+                            f"{self.load.running} requests run and {self.load.queued} wait, "
+                            f"without a token for {stalled_s:.0f} s"
+                        )
+                except (TimeoutError, EngineError) as error:
+                    silent_s = time.monotonic() - answered_s
+                    if silent_s > self._fleet.stall_timeout_s:
+                        raise _Gone(
+                            f"no load report for {silent_s:.0f} s ({error or 'timeout'})"
+                        ) from None
+                await self._pause_until_due(watch)
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    async def _pause_until_due(self, watch: "asyncio.Task[str]") -> None:
+        """Sleep until the next load report, an order, or the end of the replica."""
+        order = asyncio.create_task(self._wake.wait())
+        try:
+            await asyncio.wait(
+                {order, watch},
+                timeout=self._fleet.loads_every_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            order.cancel()
+            await asyncio.gather(order, return_exceptions=True)
+        self._wake.clear()
+
+    async def _until(self, watch: "asyncio.Task[str]", work: Awaitable[Any]) -> Any:
+        """The work's result, unless the replica ends first: then that is the news."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and not task.cancelled() and task.exception() is not None:
+                # An engine that died fails its requests a moment before its end is noticed.
+                await asyncio.wait({watch}, timeout=NOTICE_S)
+            if watch.done():
+                raise _Gone(watch.result())
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _update_while_serving(self) -> None:
+        self._enter(SlotState.UPDATING, f"to version {self._target}")
+        report = await self._update()
+        facts = {} if report is None else {"pull_s": report.pull_s, "pause_s": report.pause_s}
+        why = f"serves version {self.version}" if report else "keeps its version"
+        self._enter(SlotState.READY, why, **facts)
+        await self.register()
+
+    async def _update(self) -> UpdateReport | None:
+        """Activate the newest version; None when its files are bad and the replica goes on."""
+        version = self._target
+        try:
+            report: UpdateReport = await self._call(
+                "activate",
+                version,
+                self._folder(version),
+                self._fleet.pause_mode,
+                limit_s=self.spec.update_timeout_s * 2,
+            )
+        except WeightSyncError as error:
+            # Not the replica's fault, and it serves on. A newer version may have replaced this
+            # one meanwhile; otherwise this version is not tried again.
+            if self._target == version:
+                self._refused_version = version
+                self._event("update_refused", str(error), version=version)
+            return None
+        self.version = report.version
+        return report
+
+    async def _take_down(self, state: SlotState, reason: str) -> None:
+        """The router first, so that no further request goes there; then the process."""
+        self._enter(state, reason)
+        self.routed_version = None
+        if self._is_registered:
+            self._is_registered = False
+            facts = {"state": "quarantined" if state is SlotState.QUARANTINED else "dead"}
+            await self._tell_router(self._router.put_replica(self.spec.name, **facts))
+        if self._handle is not None:
+            self._handle.kill()
+            self._handle = None
+
+    async def _stop_replica(self) -> None:
+        """The polite end, when the slot itself ends."""
+        handle, self._handle = self._handle, None
+        assert handle is not None
+        try:
+            await handle.call("stop", timeout_s=STOP_TIMEOUT_S)
+        except (LaunchError, EngineError, TimeoutError) as error:
+            log.info("%s did not stop by itself: %s", self.spec.name, error)
+        finally:
+            handle.kill()
+
+    async def end(self) -> None:
+        """After `keep` was cancelled: say so, and leave the router."""
+        if not self.state.is_final:
+            self._enter(SlotState.STOPPED, "the fleet stops")
+        await self._tell_router(self._router.delete_replica(self.spec.name))
+
+    async def _call(self, method: str, *args: Any, limit_s: float) -> Any:
+        assert self._handle is not None
+        try:
+            return await self._handle.call(method, *args, timeout_s=limit_s + CALL_MARGIN_S)
+        except TimeoutError:
+            raise EngineError(
+                f"pools: {self.spec.name} did not finish {method} in {limit_s + CALL_MARGIN_S:g} s"
+            ) from None
+
+    def _folder(self, version: int) -> Path:
+        return version_dir(self._fleet.store, self.spec.view, version)
+
+    def _next_delay_s(self) -> float | None:
+        if not self.has_served and self.incarnation >= FIRST_START_ATTEMPTS:
+            return None
+        return self._budget.next_delay_s(now_s=time.monotonic())
+
+    def _enter(self, state: SlotState, reason: str, **facts: Any) -> None:
+        self.state, self.reason = state, reason
+        self._since_s = time.monotonic()
+        self._event(f"replica_{state.value}", reason, version=self.version, **facts)
+        self.changed.set()
+
+    def _event(self, kind: str, reason: str, **facts: Any) -> None:
+        self._on_event(
+            kind,
+            reason,
+            replica=self.spec.name,
+            pool=self.spec.pool,
+            incarnation=self.incarnation,
+            **facts,
+        )
+
+    async def _tell_router(self, message: Awaitable[object]) -> None:
+        try:
+            await message
+        except EngineError as error:
+            self._event("router_unreachable", str(error))
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0] if text else text

@@ -1,0 +1,74 @@
+"""The same fleet with its replicas in Ray actors: errors, deaths and the end cross processes."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+from conftest import make_replica_spec, make_version
+
+from rlmix.core.errors import LaunchError
+from rlmix.launch.ray import RayCluster
+from rlmix.pools.replica import Replica
+from rlmix.pools.spec import SlotState
+
+pytestmark = pytest.mark.slow
+
+
+def test_replicas_in_actors_update_and_are_replaced_whether_engine_or_actor_dies(stage, tmp_path):
+    make_version(stage.store, 1)
+    cluster = RayCluster.start("fleet", num_cpus=8, log_dir=tmp_path / "logs")
+
+    def spawn(spec, incarnation):
+        return cluster.spawn(
+            Replica,
+            name=f"{spec.name}.{incarnation}",
+            num_cpus=0.1,
+            args=(spec,),
+            log_name=f"{spec.name}.actor",
+        )
+
+    async def scenario():
+        async with stage:
+            stage._spawn = spawn
+            specs = [make_replica_spec(f"h100-{i}", stage.folder) for i in range(2)]
+            fleet = stage.make_fleet(*specs)
+            await fleet.start(0)
+            await fleet.roll_out(1)
+            await fleet.wait_for_version(1, timeout_s=10)
+            actors = [slot._handle for slot in fleet._slots]
+            actor_pids = [await actor.call("process_id") for actor in actors]
+            # One loses its engine, the other its actor; the engine dies with the actor.
+            engine_pids = [status.pid for status in fleet.status()]
+            os.kill(engine_pids[0], signal.SIGKILL)
+            os.kill(actor_pids[1], signal.SIGKILL)
+            for name in ("h100-0", "h100-1"):
+                noticed_s = await stage.until(
+                    lambda name=name: stage.status(name).state is not SlotState.READY
+                )
+                print(f"{name}: noticed after {noticed_s:.2f} s")
+            await stage.until(
+                lambda: all(
+                    status.incarnation == 2 and status.state is SlotState.READY
+                    for status in fleet.status()
+                ),
+                timeout_s=30,
+            )
+            assert [status.version for status in fleet.status()] == [1, 1]
+            assert not any(os.path.exists(f"/proc/{pid}") for pid in engine_pids)
+            reasons = {
+                fields["replica"]: fields["reason"]
+                for kind, fields in stage.events
+                if kind == "replica_dead"
+            }
+            assert "signal SIGKILL" in reasons["h100-0"]
+            assert "actor h100-1.1 is gone" in reasons["h100-1"]
+            await fleet.stop()
+            wrong = make_replica_spec("h100-2", stage.folder, expected={"kv": "bf16"})
+            with pytest.raises(LaunchError, match="kv is 'fp8', the plan says 'bf16'"):
+                await stage.make_fleet(wrong).start(0)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        cluster.stop()
