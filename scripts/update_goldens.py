@@ -8,7 +8,8 @@ Run it after a change that is meant to alter a plan, and read the difference bef
 import json
 from pathlib import Path
 
-from rlmix.config.compose import conf_dir, load_config
+from rlmix.config.compose import load_config
+from rlmix.config.places import conf_dir
 from rlmix.model.bundle import resolve_model
 from rlmix.plan.build import build_plan
 from rlmix.plan.model_shape import shape_from_config

@@ -45,8 +45,8 @@ def _check_pools(config: TrainConfig) -> Iterator[Problem]:
         elif pool.engine == "embedded" and pool.accelerator not in names.EMULATED:
             yield Problem(
                 where=f"pools.{name}.accelerator",
-                what=f"got {shown(pool.accelerator)}, for which the embedded engine has no stand-in",
-                allowed=f"it reproduces {', '.join(names.EMULATED)}",
+                what=f"got {shown(pool.accelerator)}, which the embedded engine does not emulate",
+                allowed=f"it emulates {', '.join(names.EMULATED)}",
             )
         if pool.engine == "embedded" and pool.tp > 1:
             yield Problem(

@@ -26,6 +26,7 @@ from rlmix.config.overrides import (
     check_override,
     unknown_key,
 )
+from rlmix.config.places import conf_dir
 from rlmix.config.problems import Problem, as_error, shown
 from rlmix.config.rules import check_value
 from rlmix.config.schema.train import TrainConfig
@@ -51,22 +52,6 @@ class LoadedConfig:
 class _Composed:
     node: DictConfig
     choices: dict[str, str | None]
-
-
-def conf_dir() -> Path:
-    """The YAML that ships with rlmix: inside the installed package, else the checkout's.
-
-    Raises:
-        ConfigError: it is in neither place.
-    """
-    package = Path(__file__).resolve().parents[1]
-    places = (package / "conf", package.parents[1] / "conf")
-    for folder in places:
-        if (folder / "train.yaml").is_file():
-            return folder
-    raise ConfigError(
-        f"conf: no train.yaml in {' or '.join(map(str, places))}; install rlmix again"
-    )
 
 
 def load_config(

@@ -117,8 +117,8 @@ def test_pools_are_checked_one_by_one() -> None:
     config.accelerators["l40s"] = config.accelerators["h100"]
     config.pools["b300"].accelerator = "l40s"
     assert [str(problem) for problem in check_train(config)] == [
-        "pools.b300.accelerator: got 'l40s', for which the embedded engine has no stand-in; it "
-        "reproduces b300, b200, h200, h100, a100, rtx_pro_6000",
+        "pools.b300.accelerator: got 'l40s', which the embedded engine does not emulate; it "
+        "emulates b300, b200, h200, h100, a100, rtx_pro_6000",
         "pools.h200.tp: got 2, and an embedded replica is one process; use 1; "
         "for more throughput raise pools.h200.replicas",
         "pools.h100.accelerator: got 'h10'; accelerators has b300, b200, h200, h100, a100, "

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rlmix.config.compose import conf_dir, load_config
+from rlmix.config.compose import load_config
+from rlmix.config.places import conf_dir
 from rlmix.core.errors import ConfigError
 
 EXPERIMENTS = sorted(path.stem for path in (conf_dir() / "experiment").glob("*.yaml"))

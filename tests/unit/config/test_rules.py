@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rlmix.config import names
-from rlmix.config.compose import conf_dir
 from rlmix.config.keys import leaves
+from rlmix.config.places import conf_dir
 from rlmix.config.rules import RULES, check_value
 from rlmix.config.schema.train import TrainConfig
 

@@ -1,0 +1,35 @@
+"""All commands in one place, and the process's exit code."""
+
+import sys
+
+import typer
+
+from rlmix.cli import answer, doctor, later, runs, train
+from rlmix.core.errors import ExitCode
+
+app = typer.Typer(
+    name="rlmix",
+    help="Agentic-coding RL with one BF16 trainer and samplers on mixed accelerators.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("train")(train.train)
+app.add_typer(later.eval_app, name="eval")
+app.add_typer(later.scale_app, name="scale")
+app.command("diff-logprobs")(later.diff_logprobs)
+app.add_typer(runs.app, name="runs")
+app.command("doctor")(doctor.doctor)
+app.add_typer(later.tasks_app, name="tasks")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app()
+    except SystemExit as ending:
+        # Typer tells a usage error on stderr; scripts that asked for JSON get their document.
+        if ending.code == ExitCode.BAD_REQUEST and "--json" in sys.argv and not answer.is_given():
+            print('{"error": "wrong usage, see stderr", "exit_code": 2}')
+        raise

@@ -1,0 +1,71 @@
+"""Commands whose work a later version brings. They exist so that scripts and people get a clear
+answer, and so that their names are taken; each says in one sentence what is missing."""
+
+import typer
+
+from rlmix.cli.answer import Answer, answered
+from rlmix.cli.options import AsJson, Overrides
+from rlmix.core.errors import PlanError
+
+eval_app = typer.Typer(help="Evaluate a checkpoint (later version).", no_args_is_help=True)
+scale_app = typer.Typer(help="Change the pools of a run (later version).", no_args_is_help=True)
+tasks_app = typer.Typer(help="Prepare and check tasks (later version).", no_args_is_help=True)
+
+
+@eval_app.callback()
+def _eval() -> None:
+    """Keeps `swe-bench-pro` a command of its own name."""
+
+
+@scale_app.callback()
+def _scale() -> None:
+    """Keeps `pools` a command of its own name."""
+
+
+@eval_app.command("swe-bench-pro")
+@answered
+def swe_bench_pro(overrides: Overrides = None, as_json: AsJson = False) -> Answer:
+    """pass@k on SWE-bench Pro (later version)."""
+    raise PlanError(
+        "eval swe-bench-pro: arrives with the SWE-bench Pro data reader; in this version "
+        "`rlmix train` ends with an evaluation on held-out generated tasks (loop.eval_tasks)"
+    )
+
+
+@scale_app.command("pools")
+@answered
+def scale_pools(overrides: Overrides = None, as_json: AsJson = False) -> Answer:
+    """Show or change the pools of a run (later version)."""
+    raise PlanError(
+        "scale pools: arrives with live scaling; in this version the number of replicas is set at "
+        "the start (pools.NAME.replicas)"
+    )
+
+
+@answered
+def diff_logprobs(overrides: Overrides = None, as_json: AsJson = False) -> Answer:
+    """Compare trainer and pools (later version)."""
+    raise PlanError(
+        "diff-logprobs: arrives with the attribution of numeric differences; in this version "
+        "metrics.jsonl has the mismatch of every pool at every step (mismatch/by_pool/...)"
+    )
+
+
+@tasks_app.command("prepare")
+@answered
+def prepare(source: str = typer.Argument(metavar="SOURCE"), as_json: AsJson = False) -> Answer:
+    """Scrub and prove tasks (later version)."""
+    raise PlanError(
+        f"tasks prepare {source}: arrives with the readers of public task sets; generated tasks "
+        "need no preparation"
+    )
+
+
+@tasks_app.command("check")
+@answered
+def check(source: str = typer.Argument(metavar="SOURCE"), as_json: AsJson = False) -> Answer:
+    """Run the gates of tasks (later version)."""
+    raise PlanError(
+        f"tasks check {source}: arrives with the readers of public task sets; the project's own "
+        "tests prove the generated tasks"
+    )

@@ -1,0 +1,163 @@
+"""`rlmix runs`: what ran, how it went, where its logs are."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlmix.cli.answer import Answer, answered
+from rlmix.cli.options import AsJson, RunName, RunsDir
+from rlmix.core.errors import ExitCode, PlanError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+app = typer.Typer(help="List, show, stop and report runs.", invoke_without_command=True)
+
+Process = Annotated[
+    str | None, typer.Argument(metavar="PROCESS", help="Start of a process's name, e.g. router.")
+]
+Lines = Annotated[
+    int, typer.Option("--lines", "-n", min=1, help="Last lines to print of a process's log.")
+]
+Output = Annotated[
+    Path | None, typer.Option("--output", metavar="FILE", help="Write there instead of stdout.")
+]
+
+
+@app.callback()
+def runs(context: typer.Context, directory: RunsDir = None, as_json: AsJson = False) -> None:
+    """List, show, stop and report runs; without a command: list."""
+    if context.invoked_subcommand is None:
+        list_runs(directory=directory, as_json=as_json)
+
+
+@app.command("list")
+@answered
+def list_runs(directory: RunsDir = None, as_json: AsJson = False) -> Answer:
+    """All runs of a folder, newest first."""
+    from rlmix.observe import runs as found
+    from rlmix.observe.runs_view import runs_table
+
+    root = _root(directory)
+    rows = found.list_runs(root)
+    return Answer(
+        document={"dir": str(root), "runs": [row.to_dict() for row in rows]},
+        view=lambda: runs_table(rows, root=root),
+    )
+
+
+@app.command("show")
+@answered
+def show(run: RunName = None, directory: RunsDir = None, as_json: AsJson = False) -> Answer:
+    """State, closing table, last events."""
+    from rlmix.observe.runs import find_run, show_run
+    from rlmix.observe.runs_view import run_view
+
+    document = show_run(find_run(_root(directory), run))
+    return Answer(document=document, view=lambda: run_view(document))
+
+
+@app.command("logs")
+@answered
+def logs(
+    run: RunName = None,
+    process: Process = None,
+    lines: Lines = 40,
+    directory: RunsDir = None,
+    as_json: AsJson = False,
+) -> Answer:
+    """Where each process's log is; with PROCESS the end of it."""
+    import time
+
+    from rlmix.observe.runs import find_run, log_files, read_tail
+    from rlmix.observe.runs_view import logs_table
+
+    path = find_run(_root(directory), run)
+    chosen = log_files(path, process)
+    if process is None:
+        return Answer(
+            document={"run": path.name, "logs": [log.to_dict() for log in chosen]},
+            view=lambda: logs_table(chosen, now_s=time.time()),
+        )
+    tails = {log.process: read_tail(log.path, num_lines=lines) for log in chosen}
+
+    def view() -> "RenderableType":
+        from rich.text import Text
+
+        blocks = [f"==> {log.path} <==\n" + "\n".join(tails[log.process]) for log in chosen]
+        return Text("\n\n".join(blocks))
+
+    return Answer(
+        document={
+            "run": path.name,
+            "logs": [{**log.to_dict(), "tail": tails[log.process]} for log in chosen],
+        },
+        view=view,
+    )
+
+
+@app.command("attach")
+@answered
+def attach(run: RunName = None, directory: RunsDir = None, as_json: AsJson = False) -> Answer:
+    """The live view of a run that another terminal started (later version)."""
+    raise PlanError(
+        "runs attach: arrives with live scaling; in this version `rlmix runs show` and "
+        "`rlmix runs report` read a run while it goes on"
+    )
+
+
+@app.command("stop")
+@answered
+def stop(run: RunName = None, directory: RunsDir = None, as_json: AsJson = False) -> Answer:
+    """Ask a run to end after its step, with a checkpoint, and wait until it has."""
+    from rlmix.observe.runs import find_run
+    from rlmix.observe.runs import stop as stop_run
+
+    result = stop_run(find_run(_root(directory), run))
+    return Answer(
+        document=result.to_dict(),
+        view=lambda: result.message,
+        code=ExitCode.GOOD if result.is_stopped else ExitCode.CHECK_FAILED,
+    )
+
+
+@app.command("report")
+@answered
+def report(run: RunName = None, directory: RunsDir = None, as_json: AsJson = False) -> Answer:
+    """Write report.html of a run again."""
+    from rlmix.observe.report import write_report
+    from rlmix.observe.runs import find_run
+
+    path = find_run(_root(directory), run)
+    written = write_report(path)
+    return Answer(document={"run": path.name, "report": str(written)}, view=lambda: str(written))
+
+
+@app.command("export")
+@answered
+def export(
+    run: RunName = None,
+    output: Output = None,
+    directory: RunsDir = None,
+    as_json: AsJson = False,
+) -> Answer:
+    """The metrics of a run as CSV, one line per optimizer step."""
+    from rlmix.observe.runs import export_metrics, find_run
+
+    path = find_run(_root(directory), run)
+    text = export_metrics(path)
+    if output is not None:
+        output.write_text(text)
+        return Answer(
+            document={"run": path.name, "csv": str(output)}, view=lambda: f"wrote {output}"
+        )
+    return Answer(document={"run": path.name, "csv": text}, view=lambda: text.rstrip("\n"))
+
+
+def _root(directory: Path | None) -> Path:
+    if directory is not None:
+        return directory
+    from rlmix.config.places import default_runs_dir
+
+    return default_runs_dir()
