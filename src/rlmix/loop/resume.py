@@ -21,12 +21,6 @@ class ResumePoint:
     reason: str
 
 
-def read_overrides(run_path: Path) -> list[str]:
-    """The KEY=VALUE arguments that the run was started with."""
-    text = (run_path / "overrides.txt").read_text()
-    return [line for line in text.splitlines() if line.strip()]
-
-
 def choose_point(run: RunDir, model_folder: Path) -> ResumePoint:
     """The newest complete checkpoint; damaged and unfinished ones are passed over."""
     from rlmix.trainer.checkpoint import newest_complete

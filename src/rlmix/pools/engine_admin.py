@@ -19,7 +19,8 @@ PROBE_TIMEOUT_S = 5.0
 
 
 class EngineAdmin:
-    """Talks to one engine. Create and use it inside one running event loop."""
+    """Talks to one engine: a few requests a second at most, each on its own connection, so that
+    there is nothing to close and nothing stale after the engine was paused or stopped."""
 
     def __init__(self, url: str, *, name: str, token: str | None) -> None:
         self.url = url.rstrip("/")
@@ -27,7 +28,6 @@ class EngineAdmin:
         self._headers = {"Content-Type": "application/json"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._http: aiohttp.ClientSession | None = None
 
     async def server_info(self) -> dict[str, Any]:
         return await self._ask("GET", "/server_info", timeout_s=PROBE_TIMEOUT_S)
@@ -102,24 +102,17 @@ class EngineAdmin:
                 f"pools: {self._name} answered a canary prompt without logprobs: {error!r}"
             ) from error
 
-    async def close(self) -> None:
-        if self._http is not None:
-            await self._http.close()
-            self._http = None
-
     async def _ask(
         self, method: str, path: str, body: Any = None, *, timeout_s: float
     ) -> dict[str, Any]:
         """One exchange. A 400 with a JSON body is an answer: SGLang says `success: false` so."""
-        if self._http is None:
-            self._http = aiohttp.ClientSession(headers=self._headers)
+        data = None if body is None else orjson.dumps(body)
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._http.request(
-                method,
-                self.url + path,
-                data=None if body is None else orjson.dumps(body),
-                timeout=aiohttp.ClientTimeout(total=timeout_s),
-            ) as response:
+            async with (
+                aiohttp.ClientSession(headers=self._headers, timeout=timeout) as http,
+                http.request(method, self.url + path, data=data) as response,
+            ):
                 content = await response.read()
         except TimeoutError:
             raise EngineError(

@@ -128,8 +128,6 @@ class Replica:
 
     async def stop(self) -> None:
         """End the engine politely, then surely."""
-        if self._admin is not None:
-            await self._admin.close()
         if self._child is not None:
             await self._child.stop(grace_s=3.0)
 

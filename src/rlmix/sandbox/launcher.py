@@ -17,7 +17,6 @@ import fcntl
 import gc
 import marshal
 import os
-import random
 import resource
 import select
 import signal
@@ -26,7 +25,6 @@ import sys
 import traceback
 import types
 import unittest
-import unittest.mock  # noqa: F401
 
 MAX_PACKET_BYTES = 1 << 17
 NUM_RESERVED_FDS = 10
@@ -148,7 +146,7 @@ def run_python(request: dict, source: int, report: int, output: int) -> int:
     os.dup2(output, 2)
     payload = os.pread(source, os.fstat(source).st_size, 0)
     # An unusual number, so that writing to every small descriptor does not reach the report.
-    report = fcntl.fcntl(report, fcntl.F_DUPFD_CLOEXEC, random.SystemRandom().randrange(64, 448))
+    report = fcntl.fcntl(report, fcntl.F_DUPFD_CLOEXEC, 64 + int.from_bytes(os.urandom(2)) % 384)
     os.closerange(3, report)
     os.closerange(report + 1, 1 << 16)
     os.environ.clear()

@@ -55,7 +55,7 @@ capture() {
   local kind=${1%% *} commit=${1##* }
   if [[ $kind = repair ]]; then
     chmod -R u+rwX "$repo"
-    rm -rf -- "$scratch"/*
+    rm -rf -- "$scratch"/* "$home"/*
   fi
   cd "$repo" || exit
   git read-tree "$commit" && git add -A . &&

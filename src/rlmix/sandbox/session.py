@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType
+from typing import Any
 
 from rlmix.core.errors import SandboxError
 from rlmix.sandbox.forked import run_forked
@@ -43,6 +44,7 @@ CREATE_TIMEOUT_S = 30.0
 CAPTURE_TIMEOUT_S = 60.0
 DESTROY_TIMEOUT_S = 5.0
 _READ_BYTES = 1 << 16
+_LOST = "the command ended its sandbox; a new one starts from the original files"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +131,8 @@ class ShellSandbox:
         self._loop.add_reader(ours.fileno(), self._on_control)
         try:
             async with asyncio.timeout(CREATE_TIMEOUT_S):
-                await asyncio.wait([self._ready, self._ended], return_when=asyncio.FIRST_COMPLETED)
+                waits: list[asyncio.Future[Any]] = [self._ready, self._ended]
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             raise SandboxError(
                 f"sandbox: not ready after {CREATE_TIMEOUT_S:g} s: {self._printed()}"
@@ -304,7 +307,8 @@ class ShellSandbox:
             return  # It is gone; the launcher's report completes `answer`.
         if sent < len(data):
             rest = asyncio.ensure_future(self._loop.sock_sendall(self._control, data[sent:]))
-            await asyncio.wait([rest, answer], return_when=asyncio.FIRST_COMPLETED)
+            waits: list[asyncio.Future[Any]] = [rest, answer]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if not rest.done():
                 rest.cancel()
             await asyncio.gather(rest, return_exceptions=True)
@@ -337,9 +341,7 @@ class ShellSandbox:
         output, truncated = ring.text()
         status, signalled = answer or (EXIT_KILLED, False)
         if answer is None:
-            output = _with_note(
-                output, "the command ended its sandbox; a new one starts from the original files"
-            )
+            output = _with_note(output, _LOST)
         elif call.timed_out:
             status = EXIT_TIMED_OUT
             output = _with_note(output, f"stopped after {limit_s:g} s; use & for long work")

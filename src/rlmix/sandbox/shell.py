@@ -28,13 +28,11 @@ def write_static(
     has_pids_limit: bool,
 ) -> None:
     """Write the shared files to `folder`, which the sandbox sees as `inside`."""
-    bin_folder = folder / "bin"
-    bin_folder.mkdir(parents=True)
-    for path, text in {"bin/submit": SUBMIT, "passwd": PASSWD, "group": GROUP}.items():
-        (folder / path).write_text(text)
-    (folder / "bin/submit").chmod(0o755)
+    (folder / "bin").mkdir(parents=True)
+    _write_etc(folder / "etc")
+    (folder / "bin/submit").write_text(SUBMIT)
     for name in ("python", "python3"):
-        (bin_folder / name).symlink_to(interpreter)
+        (folder / "bin" / name).symlink_to(interpreter)
     settings = {
         "static": inside,
         "isolated": "1" if is_isolated else "",
@@ -48,10 +46,27 @@ def write_static(
     head += 'repo=$1 base=$2 scratch=$3 home=$4\nshift 4\nextra_env=("$@")\n'
     body = Path(__file__).with_name("loop.sh").read_text()
     (folder / "loop.sh").write_text(head + body)
-    for path in (folder, bin_folder):
-        path.chmod(0o755)
-    for path in (folder / "passwd", folder / "group", folder / "loop.sh"):
+    for name in (".", "bin", "bin/submit"):
+        (folder / name).chmod(0o755)
+    (folder / "loop.sh").chmod(0o644)
+
+
+def _write_etc(folder: Path) -> None:
+    """The few parts of /etc that programs need: accounts, the linker's cache, alternatives."""
+    folder.mkdir()
+    folder.chmod(0o755)
+    (folder / "passwd").write_text(PASSWD)
+    (folder / "group").write_text(GROUP)
+    cache, alternatives = Path("/etc/ld.so.cache"), Path("/etc/alternatives")
+    if cache.exists():
+        (folder / cache.name).write_bytes(cache.read_bytes())
+    for path in folder.iterdir():
         path.chmod(0o644)
+    if alternatives.is_dir():
+        (folder / alternatives.name).mkdir()
+        (folder / alternatives.name).chmod(0o755)
+        for link in filter(Path.is_symlink, alternatives.iterdir()):
+            (folder / alternatives.name / link.name).symlink_to(link.readlink())
 
 
 def ends_with_submit(command: str) -> bool:
