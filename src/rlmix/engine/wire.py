@@ -27,14 +27,16 @@ def generate_document(
     weight_version: int,
     latency_s: float,
     num_retractions: int = 0,
-    token_logprobs: Sequence[float] | None = None,
-    top_logprobs: Sequence[Sequence[tuple[float, int]]] | None = None,
+    token_logprobs: Sequence[Any] | None = None,
+    top_logprobs: Sequence[Sequence[tuple[Any, int]]] | None = None,
     kept_ids: Sequence[Any] | None = None,
     kept_logprobs: Sequence[Any] | None = None,
 ) -> dict[str, Any]:
     """The answer to `/generate`.
 
     Args:
+        token_logprobs, top_logprobs: Python floats, or numpy float32, which JSON then holds in
+            their shortest exact form.
         kept_ids: one array of ids per output token.
         kept_logprobs: per output token the sampled token's logprob (`selected`) or the set's in
             the order of `kept_ids` (`support`).

@@ -1,0 +1,1 @@
+"""The embedded engine: a small torch server that computes in an accelerator's number formats."""

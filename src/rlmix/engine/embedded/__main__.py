@@ -1,0 +1,123 @@
+"""`python -m rlmix.engine.embedded`: one replica of an emulated accelerator, as a process.
+
+Arguments are checked before torch is imported, so a wrong one costs milliseconds. Exit codes: 0
+after SIGTERM or SIGINT, 2 for a wrong argument or a folder that cannot be served.
+"""
+
+import argparse
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from rlmix.core.errors import ExitCode, RlmixError
+from rlmix.engine.arguments import die_with_parent, numerics_of, server_parser
+
+PROG = "rlmix.engine.embedded"
+
+
+def main(argv: list[str] | None = None) -> int:
+    started_s = time.monotonic()
+    parser = server_parser(prog=PROG, description="An SGLang-shaped server for a small model.")
+    arguments = parser.parse_args(argv)
+    if arguments.parent_pid is not None:
+        die_with_parent(arguments.parent_pid)
+    logging.basicConfig(
+        level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
+    )
+    try:
+        _check(arguments)
+        asyncio.run(_serve(arguments, started_s=started_s))
+    except RlmixError as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return ExitCode.BAD_REQUEST
+    return ExitCode.GOOD
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    from rlmix.core.errors import ConfigError
+
+    if not Path(arguments.model_path).is_dir():
+        raise ConfigError(f"--model-path {arguments.model_path} is not a folder")
+    if arguments.max_running_requests < 1:
+        raise ConfigError(f"--max-running-requests {arguments.max_running_requests}; at least 1")
+    if not str(arguments.weight_version).isdecimal():
+        raise ConfigError(f"--weight-version {arguments.weight_version}; give a decimal number")
+
+
+async def _serve(arguments: argparse.Namespace, *, started_s: float) -> None:
+    import torch
+
+    from rlmix.engine.embedded.profile import Profile
+    from rlmix.engine.embedded.scheduler import Scheduler
+    from rlmix.engine.embedded.server import EmbeddedServer
+    from rlmix.engine.embedded.shape import read_shape
+    from rlmix.engine.embedded.weights import load_weights, read_config
+    from rlmix.engine.http import write_ready_file
+
+    torch.set_num_threads(1)
+    folder = Path(arguments.model_path)
+    profile = Profile(
+        accelerator=arguments.accelerator,
+        weights=arguments.weights,
+        activations=arguments.activations,
+        kv=arguments.kv,
+        attention=arguments.attention,
+    )
+    numerics = numerics_of(arguments, engine="embedded")
+    shape = read_shape(read_config(folder))
+    context_length = min(arguments.context_length or shape.context_length, shape.context_length)
+    # Twice what the slots hold: running requests and as much again of remembered contexts.
+    default_total = 2 * arguments.max_running_requests * context_length
+    scheduler = Scheduler(
+        shape,
+        profile,
+        load_weights(folder, shape=shape, profile=profile),
+        version=int(arguments.weight_version),
+        max_running=arguments.max_running_requests,
+        context_length=context_length,
+        max_total_tokens=arguments.max_total_tokens or default_total,
+        mask_cap=arguments.sampling_mask_max_tokens,
+    )
+    server = EmbeddedServer(
+        scheduler,
+        profile=profile,
+        numerics=numerics,
+        model_path=folder,
+        context_length=context_length,
+        pool=arguments.pool,
+        replica=arguments.replica,
+        seed=arguments.seed,
+        started_s=started_s,
+    )
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+
+    def on_ready() -> None:
+        logging.getLogger(PROG).info("serving %s at %s", numerics.compact(), server.url)
+        if arguments.ready_file is not None:
+            document = {
+                "url": server.url,
+                "port": server.port,
+                "pid": os.getpid(),
+                "weight_version": arguments.weight_version,
+                "numerics_key": numerics.compact(),
+                "numerics": numerics.to_dict(),
+            }
+            write_ready_file(arguments.ready_file, document)
+        # Everything imported so far stays: a collection that walks all of torch takes 50 ms,
+        # which would show as a pause of the whole batch.
+        gc.collect()
+        gc.freeze()
+
+    await server.run(host=arguments.host, port=arguments.port, stop=stop, on_ready=on_ready)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

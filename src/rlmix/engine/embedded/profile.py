@@ -1,0 +1,67 @@
+"""How an accelerator computes, beyond the format of its weights and its KV cache.
+
+Three effects are reproduced, each real and each small: where activations are rounded to BF16,
+whether the attention kernel rounds queries to FP8 when the cache is FP8, and in which order the
+products of a dot product are added. Invariant: a profile changes rounding only; with exact
+arithmetic every profile computes the same function.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlmix.core.errors import ConfigError
+
+ACTIVATIONS = ("bf16", "fp32")
+KV_FORMATS = ("bf16", "fp8", "fp32")
+
+SPLITS = {"b300": 16, "b200": 8, "h200": 4, "h100": 4, "a100": 2, "rtx_pro_6000": 32, "cpu": 1}
+"""Accelerator -> into how many equal runs of channels a dot product is cut; products are added
+run by run in turn. Chips of one generation share a number because they share kernels. The
+numbers stand for "another kernel", they are not measured on the chips."""
+
+QUERY_FP8_BACKENDS = ("fa3", "fa4", "trtllm_mha")
+"""With an FP8 cache these kernels also cast the query to E4M3, unscaled."""
+QUERY_BF16_BACKENDS = ("flashinfer", "triton", "torch_native")
+"""These keep it and dequantise keys and values instead."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """What decides an engine's rounding."""
+
+    accelerator: str
+    weights: str
+    activations: str
+    """`bf16`: rounded where a GPU kernel writes its output; `fp32`: never, for oracles."""
+    kv: str
+    """`bf16`, `fp8` (E4M3, scale 1, saturating) or `fp32` (not rounded, for oracles)."""
+    attention: str
+
+    def __post_init__(self) -> None:
+        backends = QUERY_FP8_BACKENDS + QUERY_BF16_BACKENDS
+        allowed = {
+            "accelerator": tuple(SPLITS),
+            "activations": ACTIVATIONS,
+            "kv": KV_FORMATS,
+            "attention": backends,
+        }
+        for name, values in allowed.items():
+            value = getattr(self, name)
+            if value not in values:
+                raise ConfigError(
+                    f"embedded engine: {name}={value!r}; it reproduces {', '.join(values)}"
+                )
+
+    @property
+    def rounds_query_to_fp8(self) -> bool:
+        return self.kv == "fp8" and self.attention in QUERY_FP8_BACKENDS
+
+    def channel_order(self, num_channels: int) -> Tensor | None:
+        """int64 permutation in which channels are stored, so that dot products over them add in
+        this order; None to keep them as they are."""
+        splits = SPLITS[self.accelerator]
+        if splits == 1 or num_channels % splits:
+            return None
+        return torch.arange(num_channels).view(splits, -1).t().reshape(-1)

@@ -1,0 +1,122 @@
+"""From logits to recorded tokens: temperature, draw, logprobs, kept sets.
+
+Invariant: each request is sampled by its own parameters and its own uniform numbers, so what
+shares the batch with it changes nothing.
+"""
+
+# R sampled rows, V vocabulary
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlmix.engine.embedded.requests import Request
+from rlmix.engine.sampling import KeptSets, sample, sample_truncated
+
+
+class Sampler:
+    """Samples one token for each of a batch of requests."""
+
+    def __init__(self, *, mask_cap: int) -> None:
+        self._mask_cap = mask_cap
+        self._limits: _Limits | None = None
+
+    @torch.inference_mode()
+    def sample(self, requests: Sequence[Request], logits_RV: Tensor, *, version: int) -> None:
+        """Append one token to each request; sets the finish reason of those that end."""
+        limits = self._limits
+        if limits is None or not limits.fits(requests):
+            limits = self._limits = _Limits(requests, vocab_size=logits_RV.shape[1])
+        if limits.temperatures is not None:
+            logits_RV = logits_RV / limits.temperatures
+        logprobs = torch.log_softmax(logits_RV, dim=-1)
+        logprobs_RV = logprobs.numpy()
+        uniforms = np.array([r.uniforms.at(len(r.output_ids)) for r in requests])
+        # A NaN or Inf anywhere in a row makes the whole row NaN; such a request cannot go on.
+        broken = np.isnan(logprobs_RV[:, 0])
+        if broken.any():
+            for row in broken.nonzero()[0].tolist():
+                requests[row].finish_reason = {"type": "abort", "message": "logits are NaN or Inf"}
+            logprobs_RV = np.where(broken[:, None], np.float32(0), logprobs_RV)
+        ids = np.empty(len(requests), dtype=np.int64)
+        if len(limits.plain):
+            ids[limits.plain] = sample(_rows(logprobs_RV, limits.plain), uniforms[limits.plain])
+        if len(limits.cut):
+            ids[limits.cut], sets = sample_truncated(
+                _rows(logprobs_RV, limits.cut),
+                top_ps_B=limits.top_ps,
+                top_ks_B=limits.top_ks,
+                uniforms_B=uniforms[limits.cut],
+            )
+            self._record_sets(limits.cut_requests, sets)
+        if limits.num_top:
+            _record_heads(requests, logprobs, limits.num_top)
+        chosen = logprobs_RV[np.arange(len(ids)), ids]
+        for row, (request, token) in enumerate(zip(requests, ids.tolist(), strict=True)):
+            if request.finish_reason is None:
+                request.append(token, version=version)
+                request.logprobs.append(chosen[row])
+
+    def _record_sets(self, requests: Sequence[Request], sets: KeptSets) -> None:
+        offsets = sets.offsets.tolist()
+        for index, request in enumerate(requests):
+            if request.mask_mode is None or request.finish_reason is not None:
+                continue
+            start, end = offsets[index], offsets[index + 1]
+            if end - start > self._mask_cap:
+                request.finish_reason = {
+                    "type": "abort",
+                    "message": f"kept set of {end - start} tokens; at most {self._mask_cap} are "
+                    "recorded (--sampling-mask-max-tokens)",
+                }
+                continue
+            request.kept_ids.append(sets.ids_M[start:end])
+            if request.mask_mode == "support":
+                request.kept_logprobs.append(sets.logprobs_M[start:end])
+            else:
+                request.kept_logprobs.append(sets.sampled_logprobs_B[index])
+
+
+class _Limits:
+    """Sampling parameters of a batch as arrays; made anew when the batch changes."""
+
+    def __init__(self, requests: Sequence[Request], *, vocab_size: int) -> None:
+        self._requests = list(requests)
+        values = [request.temperature for request in requests]
+        self.temperatures = None
+        if any(value != 1.0 for value in values):
+            self.temperatures = torch.tensor(values).unsqueeze(1)
+        is_cut = np.array(
+            [
+                request.top_p < 1.0 or request.top_k < vocab_size or request.mask_mode is not None
+                for request in requests
+            ]
+        )
+        self.plain = (~is_cut).nonzero()[0]
+        self.cut = is_cut.nonzero()[0]
+        self.cut_requests = [requests[row] for row in self.cut.tolist()]
+        self.top_ps = np.array([request.top_p for request in self.cut_requests])
+        self.top_ks = np.array([request.top_k for request in self.cut_requests])
+        self.num_top = max(request.num_top_logprobs for request in requests)
+
+    def fits(self, requests: Sequence[Request]) -> bool:
+        return len(requests) == len(self._requests) and all(
+            old is new for old, new in zip(self._requests, requests, strict=True)
+        )
+
+
+def _rows(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    return values if len(rows) == len(values) else values[rows]
+
+
+def _record_heads(requests: Sequence[Request], logprobs: Tensor, num_top: int) -> None:
+    top_values, top_ids = logprobs.topk(num_top, dim=-1)
+    values, ids = top_values.numpy(), top_ids.tolist()
+    for row, request in enumerate(requests):
+        count = request.num_top_logprobs
+        if count and request.finish_reason is None:
+            request.top_logprobs.append(
+                list(zip(values[row, :count], ids[row][:count], strict=True))
+            )

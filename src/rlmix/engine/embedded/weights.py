@@ -1,0 +1,225 @@
+"""Loads a view folder into the layout that the forward multiplies with.
+
+Invariant: loading never touches the weights in use. A folder that is incomplete, damaged or of
+another format raises, and the old weights go on serving.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from rlmix.core.errors import ConfigError, DataError, WeightSyncError
+from rlmix.engine.embedded.profile import Profile
+from rlmix.engine.embedded.shape import ModelShape, read_shape
+from rlmix.numerics import views
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerWeights:
+    """One decoder layer, float32. H hidden, D head_dim, E experts, I inner size."""
+
+    input_norm: Tensor
+    """[H], times sqrt(H); likewise every other norm."""
+    qkv: Tensor
+    """[(heads + 2 * kv_heads) * D, H]; within a query or key head, channel i sits beside channel
+    i + D/2, so that rotary embedding is one complex multiplication."""
+    qk_norm: Tensor
+    """[heads + kv_heads, D]."""
+    out: Tensor
+    """[heads * D, H]."""
+    post_norm: Tensor
+    router: Tensor | None
+    """[E, H]; None in a dense layer."""
+    gate_up: Tensor
+    """[2 * E * I, H], all gates before all ups; E = 1 in a dense layer."""
+    down: Tensor
+    """[E * I, H]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelWeights:
+    """A model ready to serve."""
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    head: Tensor
+    """[V, H]."""
+    checksum: str
+    """xxh3-128 of the tensors as they were on disk; equal for equal checkpoints."""
+    num_bytes: int
+    """Of the checkpoint."""
+
+
+def read_config(folder: Path) -> dict[str, object]:
+    """config.json of a model folder.
+
+    Raises:
+        WeightSyncError: no such folder or file, or not JSON.
+    """
+    try:
+        return dict(json.loads((folder / "config.json").read_bytes()))
+    except OSError as error:
+        raise WeightSyncError(f"weights: {folder} has no readable config.json: {error}") from error
+    except ValueError as error:
+        raise WeightSyncError(f"weights: {folder}/config.json is not JSON: {error}") from error
+
+
+def load_weights(folder: Path, *, shape: ModelShape, profile: Profile) -> ModelWeights:
+    """Weights of a view folder.
+
+    Raises:
+        WeightSyncError: the folder is another model or another view than the engine serves, or a
+            tensor is missing or damaged.
+    """
+    config = read_config(folder)
+    try:
+        view = views.view_of_config(config)
+        if view != profile.weights:
+            raise WeightSyncError(
+                f"weights: {folder} is the {view} view; this replica serves {profile.weights}"
+            )
+        if read_shape(config) != shape:
+            raise WeightSyncError(f"weights: {folder} is a model of another shape")
+        raw = _read_tensors(folder)
+        state = views.decode_view(raw, view)
+        state = dict(views.split_experts(state))
+        return _assemble(state, raw, shape=shape, profile=profile)
+    except (DataError, ConfigError, KeyError) as error:
+        raise WeightSyncError(f"weights: {folder}: {error}") from error
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise WeightSyncError(f"weights: {folder} has no .safetensors file")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            tensors.update(load_file(file))
+        except (SafetensorError, OSError) as error:
+            raise WeightSyncError(f"weights: {file} cannot be read: {error}") from error
+    return tensors
+
+
+def _assemble(
+    state: dict[str, Tensor], raw: dict[str, Tensor], *, shape: ModelShape, profile: Profile
+) -> ModelWeights:
+    reader = _Reader(state, profile)
+    embedding = reader.get("model.embed_tokens.weight", (shape.vocab_size, shape.hidden), "H")
+    head = embedding
+    if not shape.tie_embeddings:
+        head = reader.get("lm_head.weight", (shape.vocab_size, shape.hidden), "H")
+    return ModelWeights(
+        embedding=embedding,
+        layers=tuple(_layer(reader, index, shape) for index in range(shape.num_layers)),
+        final_norm=_norm(reader, "model.norm.weight", shape.hidden),
+        head=head,
+        checksum=_checksum(raw),
+        num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in raw.values()),
+    )
+
+
+class _Reader:
+    """Takes tensors out of a state dict with their channels in the profile's order."""
+
+    def __init__(self, state: dict[str, Tensor], profile: Profile) -> None:
+        self._state = state
+        self._profile = profile
+        self._orders: dict[int, Tensor | None] = {}
+
+    def get(self, name: str, expected: tuple[int, ...] | None, axes: str) -> Tensor:
+        """The tensor, its last axes reordered: `H` for hidden or inner channels, `.` as it is."""
+        try:
+            tensor = self._state[name]
+        except KeyError:
+            raise WeightSyncError(f"weights: tensor {name} is missing") from None
+        if expected is not None and tuple(tensor.shape) != expected:
+            raise WeightSyncError(
+                f"weights: {name} has shape {tuple(tensor.shape)}, expected {expected}"
+            )
+        if not torch.isfinite(tensor).all():
+            raise WeightSyncError(f"weights: {name} holds NaN or Inf")
+        for back, axis in enumerate(reversed(axes)):
+            dim = tensor.ndim - 1 - back
+            order = self._order(tensor.shape[dim]) if axis == "H" else None
+            if order is not None:
+                tensor = tensor.index_select(dim, order)
+        return tensor
+
+    def _order(self, num_channels: int) -> Tensor | None:
+        if num_channels not in self._orders:
+            self._orders[num_channels] = self._profile.channel_order(num_channels)
+        return self._orders[num_channels]
+
+
+def _norm(reader: _Reader, name: str, size: int) -> Tensor:
+    """A norm's weight times sqrt(size): the forward divides by the length, not by the RMS."""
+    return reader.get(name, (size,), "H") * size**0.5
+
+
+def _layer(reader: _Reader, index: int, shape: ModelShape) -> LayerWeights:
+    prefix = f"model.layers.{index}."
+    attention = prefix + "self_attn."
+    hidden, head_dim = shape.hidden, shape.head_dim
+    pairs = torch.arange(head_dim).view(2, -1).t().reshape(-1)
+
+    def projection(part: str, num_heads: int, *, is_rotated: bool) -> Tensor:
+        name = f"{attention}{part}_proj.weight"
+        weight = reader.get(name, (num_heads * head_dim, hidden), ".H")
+        if is_rotated:
+            weight = weight.view(num_heads, head_dim, hidden)[:, pairs].reshape(-1, hidden)
+        return weight
+
+    norms = [
+        reader.get(f"{attention}{part}_norm.weight", (head_dim,), ".")[pairs].expand(heads, -1)
+        for part, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads))
+    ]
+    out = reader.get(f"{attention}o_proj.weight", (hidden, shape.num_heads * head_dim), "H.")
+    router, gate_up, down = _mlp(reader, index, shape)
+    return LayerWeights(
+        input_norm=_norm(reader, prefix + "input_layernorm.weight", hidden),
+        qkv=torch.cat(
+            (
+                projection("q", shape.num_heads, is_rotated=True),
+                projection("k", shape.num_kv_heads, is_rotated=True),
+                projection("v", shape.num_kv_heads, is_rotated=False),
+            )
+        ),
+        qk_norm=torch.cat(norms).mul_(head_dim**0.5),
+        out=out.t().contiguous(),
+        post_norm=_norm(reader, prefix + "post_attention_layernorm.weight", hidden),
+        router=router,
+        gate_up=gate_up,
+        down=down,
+    )
+
+
+def _mlp(reader: _Reader, index: int, shape: ModelShape) -> tuple[Tensor | None, Tensor, Tensor]:
+    prefix = f"model.layers.{index}.mlp."
+    router = None
+    stems = [prefix]
+    if index in shape.moe_layers:
+        router = reader.get(prefix + "gate.weight", (shape.num_experts, shape.hidden), ".H")
+        stems = [f"{prefix}experts.{expert}." for expert in range(shape.num_experts)]
+    gates = [reader.get(stem + "gate_proj.weight", None, "HH") for stem in stems]
+    inner = gates[0].shape[0]
+    ups = [reader.get(stem + "up_proj.weight", (inner, shape.hidden), "HH") for stem in stems]
+    downs = [reader.get(stem + "down_proj.weight", (shape.hidden, inner), "HH") for stem in stems]
+    return router, torch.cat(gates + ups), torch.cat([down.t() for down in downs])
+
+
+def _checksum(tensors: dict[str, Tensor]) -> str:
+    digest = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
