@@ -1,0 +1,143 @@
+"""Whole runs with real processes: engines, sandboxes, trainer, Ray."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from rlmix.observe.trajectories import read_trajectories
+
+pytestmark = pytest.mark.slow
+
+METRIC_KEYS = (
+    "step",
+    "loss/policy",
+    "loss/grad_norm",
+    "reward/mean",
+    "mismatch/k3_kl",
+    "mismatch/mean_abs",
+    "correction/masked_frac",
+    "correction/sc_tail_ratio",
+    "correction/ess_frac",
+    "staleness/mean_versions",
+    "staleness/max_versions",
+    "cost/step_usd",
+    "time/step_s",
+    "time/trainer_wait_frac",
+    "rollout/tokens",
+    "rollout/void_frac",
+)
+RUN_FILES = (
+    "overrides.txt",
+    "config.yaml",
+    "plan.json",
+    "manifest.json",
+    "metrics.jsonl",
+    "events.jsonl",
+    "trajectories",
+    "logs",
+    "checkpoints",
+    "weights",
+    "report.html",
+)
+
+
+def test_a_run_survives_a_killed_engine_and_leaves_its_records_and_nothing_else(start_run):
+    run = start_run("x", "loop.steps=4", "loop.eval_tasks=8", "--json")
+    run.wait_until(lambda: len(run.rows()) >= 1, "first step")
+    victim = json.loads((run.path / "logs" / "engine-b200-0.ready.json").read_text())
+    os.kill(victim["pid"], signal.SIGKILL)
+    code, stdout = run.finish()
+    assert code == 0, run.stderr()
+
+    document = json.loads(stdout)
+    assert document["run"] == "x"
+    assert document["run_dir"] == str(run.path)
+    assert document["steps"] == 4
+    assert document["wall_s"] > 0
+    assert document["cost_usd"] > 0
+    assert 0 <= document["reward_first"] <= 1
+    assert 0 <= document["reward_last"] <= 1
+    assert document["eval"]["tasks"] == 8
+
+    assert all((run.path / name).exists() for name in RUN_FILES)
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for key in METRIC_KEYS:
+        assert all(key in row for row in rows), key
+    for pool in ("b200", "a100"):
+        for key in (f"cost/by_pool/{pool}_usd", f"pools/{pool}/replicas"):
+            assert all(key in row for row in rows), key
+
+    dead = [event for event in run.events("replica_dead") if event["replica"] == "b200-0"]
+    assert len(dead) == 1
+    assert "SIGKILL" in dead[0]["reason"]
+    ready = [event for event in run.events("replica_ready") if event["replica"] == "b200-0"]
+    assert len(ready) >= 2
+
+    sessions = [
+        trajectory
+        for file in sorted((run.path / "trajectories").glob("step_*.jsonl"))
+        for trajectory in read_trajectories(file)
+    ]
+    assert len(sessions) == 4 * 8
+    assert len({session.session_id for session in sessions}) == len(sessions)
+    turns = [turn for session in sessions for turn in session.turns]
+    assert {turn.pool for turn in turns} == {"b200", "a100"}
+    assert all(turn.version_spans and "emulated" in turn.numerics_key for turn in turns)
+    # Score centering needs the whole support of every sampled token.
+    assert all(turn.kept_ids is not None and turn.kept_exact for turn in turns)
+    run.assert_nothing_left()
+
+
+def test_a_killed_run_is_resumed_with_its_version_and_task_order(start_run):
+    first = start_run("r", "loop.steps=6")
+    first.wait_until(lambda: len(first.rows()) >= 3, "third step")
+    first.kill()
+    first.assert_nothing_left()
+    before = first.rows()
+
+    second = start_run("r2", "--resume", "r", "--json")
+    code, stdout = second.finish()
+    assert code == 0, second.stderr()
+    document = json.loads(stdout)
+    assert document["run"] == "r"
+    assert document["steps"] == 6
+    assert document["policy_version"] == 6
+
+    rows = first.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    resumed_at = first.events("resume_point")[0]
+    assert "newest complete checkpoint" in resumed_at["reason"]
+    kept = [row for row in rows if row["run/attempt"] == 1]
+    # A checkpoint follows every step here, so at most the step in flight is done again.
+    assert len(kept) >= len(before) - 1
+    assert kept == before[: len(kept)]
+    sessions = [
+        trajectory
+        for file in sorted((first.path / "trajectories").glob("step_*.jsonl"))
+        for trajectory in read_trajectories(file)
+    ]
+    # Every place in the task order was trained on at most once, over both attempts.
+    groups = {}
+    for session in sessions:
+        index = session.group_id.split("r")[0]
+        groups.setdefault(index, set()).add(session.group_id)
+    assert len(groups) == 6 * 2
+    assert all(len(names) == 1 for names in groups.values())
+    assert {name.split("r")[0] for name in groups} <= {f"g{index:06d}" for index in range(16)}
+    second.assert_nothing_left()
+
+
+def test_ctrl_c_ends_after_the_step_with_130_and_the_run_can_go_on(start_run):
+    run = start_run("c", "loop.steps=50")
+    run.wait_until(lambda: len(run.rows()) >= 1, "first step")
+    os.kill(run.process.pid, signal.SIGINT)
+    code, _ = run.finish()
+    assert code == 130, run.stderr()
+    run.assert_nothing_left()
+    done = len(run.rows())
+    assert done < 50
+    assert (run.path / "checkpoints" / f"step_{done:06d}" / "manifest.json").exists()
+    assert run.events("attempt_ended")[-1]["reason"] == "interrupted"
