@@ -47,9 +47,14 @@ class EngineAdmin:
     async def resume(self, *, timeout_s: float) -> None:
         await self._ask("POST", "/continue_generation", {}, timeout_s=timeout_s)
 
-    async def update_from_disk(self, folder: Path, *, version: int, timeout_s: float) -> None:
+    async def update_from_disk(
+        self, folder: Path, *, version: int, flush_cache: bool, timeout_s: float
+    ) -> None:
         """Load a version. The engine is paused.
 
+        Args:
+            flush_cache: forget every cached prefix; impossible while requests keep theirs
+                (pause mode `in_place`).
         Raises:
             EngineError: the engine said no, in its status or in its body; its weights may be
                 half old and half new.
@@ -57,7 +62,7 @@ class EngineAdmin:
         body = {
             "model_path": str(folder),
             "weight_version": str(version),
-            "flush_cache": True,
+            "flush_cache": flush_cache,
             "abort_all_requests": False,
         }
         answer = await self._ask("POST", "/update_weights_from_disk", body, timeout_s=timeout_s)

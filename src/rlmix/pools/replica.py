@@ -141,7 +141,9 @@ class Replica:
         engine = self._engine()
         limit_s = self._spec.update_timeout_s
         await engine.pause(pause_mode, timeout_s=limit_s)
-        await engine.update_from_disk(folder, version=version, timeout_s=limit_s)
+        await engine.update_from_disk(
+            folder, version=version, flush_cache=pause_mode != "in_place", timeout_s=limit_s
+        )
         served = await engine.weight_version()
         if served != str(version):
             raise EngineError(
