@@ -2,6 +2,7 @@
 
 Model (Hugging Face safetensors, BF16), optimizer (float32 masters and moments), random state and
 the loop's own state share one folder and one manifest, so they cannot come from different saves.
+Torch is imported inside functions, because the driver looks for checkpoints without it.
 
 Invariant: the manifest is written last and the folder gets its name in one rename; whoever kills
 the writer at any instruction leaves the previous checkpoint as the newest complete one.
@@ -14,10 +15,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from rlmix.core.errors import TrainerError, WeightSyncError
 from rlmix.weights.manifest import (
@@ -30,6 +28,9 @@ from rlmix.weights.manifest import (
 )
 from rlmix.weights.publish import side_files
 from rlmix.weights.store import finish_folder, remove_folder, sweep_unfinished
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -47,8 +48,8 @@ class Checkpoint:
 
     folder: Path
     step: int
-    optimizer: dict[str, Tensor]
-    random_state: Tensor
+    optimizer: dict[str, "Tensor"]
+    random_state: "Tensor"
     """uint8, torch's CPU generator."""
     version: int
     """Policy version of the weights."""
@@ -61,10 +62,10 @@ def save_checkpoint(
     *,
     step: int,
     version: int,
-    model_state: Mapping[str, Tensor],
+    model_state: Mapping[str, "Tensor"],
     model_files: Path,
-    optimizer_state: Mapping[str, Tensor],
-    random_state: Tensor,
+    optimizer_state: Mapping[str, "Tensor"],
+    random_state: "Tensor",
     extra: Mapping[str, Any],
 ) -> Path:
     """Write `<folder>/step_%06d/`; replaces a folder of the same step.
@@ -75,6 +76,8 @@ def save_checkpoint(
         model_files: folder whose config, tokenizer and template files are copied.
         extra: JSON values only.
     """
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True, exist_ok=True)
     sweep_unfinished(folder)
     final = folder / f"step_{step:06d}"
@@ -163,6 +166,8 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         TrainerError: damaged or not a checkpoint; says which file.
     """
+    from safetensors.torch import load_file
+
     try:
         manifest = verify_checkpoint(folder)
     except WeightSyncError as error:

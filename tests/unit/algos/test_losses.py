@@ -245,13 +245,18 @@ def test_sampler_and_advantages_receive_no_gradient():
     trainer = torch.tensor([-1.0, -2.0], requires_grad=True)
     sampler = torch.tensor([-1.1, -1.9], requires_grad=True)
     advantages = torch.tensor([1.0, -1.0], requires_grad=True)
-    kept = torch.tensor([[-1.1, -0.4], [-1.9, -0.2]], requires_grad=True)
-    loss, _ = policy_loss(
-        trainer, sampler, advantages, torch.ones(2, dtype=torch.bool), **MODES["mis"],
-        denominator=2, centering=True, support=Support(kept + 0.01, kept, True),
-    )  # fmt: skip
-    gradients = torch.autograd.grad(loss, [sampler, advantages], allow_unused=True)
-    assert gradients == (None, None)
+    kept_sampler = torch.tensor([[-1.1, -0.4], [-1.9, -0.2]], requires_grad=True)
+    kept_trainer = torch.tensor([[-1.0, -0.5], [-2.0, -0.1]], requires_grad=True)
+    for is_exact in (True, False):
+        loss, _ = policy_loss(
+            trainer, sampler, advantages, torch.ones(2, dtype=torch.bool), **MODES["mis"],
+            denominator=2, centering=True, support=Support(kept_trainer, kept_sampler, is_exact),
+        )  # fmt: skip
+        inputs = [sampler, advantages, kept_sampler]
+        assert (
+            torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=True) == (None,) * 3
+        )
+        assert torch.autograd.grad(loss, kept_trainer)[0].abs().sum() > 0
 
 
 @pytest.mark.parametrize("importance", ["none", "tis", "mis", "cispo", "ppo", "gspo"])
