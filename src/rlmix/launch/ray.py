@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -225,7 +225,7 @@ class RayCluster:
 
     def spawn(
         self,
-        cls: type,
+        cls: Callable[..., object],
         *,
         name: str,
         num_cpus: float = 1.0,
@@ -239,7 +239,7 @@ class RayCluster:
         """Make an actor that owns `cls(*args, **kwargs)`; returns at once.
 
         The object is made on the first call, and what its constructor raises is raised by every
-        call. `cls` is a plain class that knows nothing of Ray.
+        call. `cls` is a plain class, or a function that makes the object; neither knows of Ray.
 
         Args:
             name: unique among the living actors of the run.

@@ -313,9 +313,12 @@ class Slot:
     async def _update_while_serving(self) -> None:
         self._enter(SlotState.UPDATING, f"to version {self._target}")
         report = await self._update()
-        facts = {} if report is None else {"pull_s": report.pull_s, "pause_s": report.pause_s}
-        why = f"serves version {self.version}" if report else "keeps its version"
-        self._enter(SlotState.READY, why, **facts)
+        if report is None:
+            self._enter(SlotState.READY, "keeps its version")
+        else:
+            facts = {"pull_s": report.pull_s, "pause_s": report.pause_s}
+            why = f"serves version {self.version}"
+            self._enter(SlotState.READY, why, kind="replica_updated", **facts)
         await self.register()
 
     async def _update(self) -> UpdateReport | None:
@@ -385,10 +388,12 @@ class Slot:
             return None
         return self._budget.next_delay_s(now_s=time.monotonic())
 
-    def _enter(self, state: SlotState, reason: str, **facts: Any) -> None:
+    def _enter(
+        self, state: SlotState, reason: str, *, kind: str | None = None, **facts: Any
+    ) -> None:
         self.state, self.reason = state, reason
         self._since_s = time.monotonic()
-        self._event(f"replica_{state.value}", reason, version=self.version, **facts)
+        self._event(kind or f"replica_{state.value}", reason, version=self.version, **facts)
         self.changed.set()
 
     def _event(self, kind: str, reason: str, **facts: Any) -> None:
