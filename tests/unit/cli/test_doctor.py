@@ -1,0 +1,25 @@
+"""`rlmix doctor` looks at the real machine, so this asserts what must hold on any."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_doctor_says_what_it_found_and_the_fix_for_what_is_missing(
+    tmp_path: Path, rlmix: Run
+) -> None:
+    done = rlmix("doctor", "--json")
+    document = json.loads(done.stdout)
+    checks = {check["name"]: check for check in document["checks"]}
+    assert set(checks) >= {"python", "torch", "ray", "memory", "disk", "sandbox", "loopback"}
+    assert checks["python"]["ok"]
+    assert checks["torch"]["detail"].startswith("2.")
+    missing = [check for check in document["checks"] if not check["ok"]]
+    assert all(check["fix"] for check in missing)
+    is_fit = not any(check["is_needed"] for check in missing)
+    assert document["can_train"] == is_fit
+    assert done.returncode == (0 if is_fit else 1)
+    assert list(tmp_path.iterdir()) == []
