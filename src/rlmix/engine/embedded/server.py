@@ -122,7 +122,7 @@ class EmbeddedServer:
     async def _decode(self) -> None:
         """Step while there is work; woken by every handler that may have made some."""
         while True:
-            if not self._scheduler.has_work:
+            while not self._scheduler.has_work:  # Also when woken: a request may come in a pause.
                 self._wake.clear()
                 await self._wake.wait()
             self._scheduler.step()
