@@ -22,6 +22,15 @@ def tokens_by_pool(trajectories: Sequence[Trajectory]) -> dict[str, int]:
     return dict(tokens)
 
 
+def prompt_tokens(trajectory: Trajectory) -> int:
+    """Tokens sent to engines over all turns: each turn sends the whole context again."""
+    total, context = 0, len(trajectory.prompt_ids)
+    for turn in trajectory.turns:
+        total += context
+        context += len(turn.output_ids) + len(turn.observation_ids)
+    return total
+
+
 def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Rewards and session facts of one step.
 
@@ -53,9 +62,9 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for reason in StopReason:
         if not reason.is_infrastructure:
             metrics[f"rollout/stop_{reason.value}_frac"] = stops[reason] / len(valid)
-    context = sum(t.num_tokens for t in valid)
+    sent = sum(prompt_tokens(t) for t in valid)
     cached = sum(turn.cached_tokens for t in valid for turn in t.turns)
-    metrics["rollout/cached_tokens_frac"] = cached / context if context else 0.0
+    metrics["rollout/cached_tokens_frac"] = cached / sent if sent else 0.0
     metrics["time/session_mean_s"] = _mean([t.finished_s - t.started_s for t in valid])
     metrics["time/session_model_s"] = _mean([sum(turn.model_s for turn in t.turns) for t in valid])
     metrics["time/session_tool_s"] = _mean([sum(turn.tool_s for turn in t.turns) for t in valid])

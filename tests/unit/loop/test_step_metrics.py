@@ -3,7 +3,7 @@
 import pytest
 
 from rlmix.core.trajectory import Outcome, StopReason, Trajectory, Turn
-from rlmix.loop.step_metrics import serving_pool, tokens_by_pool, trajectory_metrics
+from rlmix.loop.step_metrics import prompt_tokens, serving_pool, tokens_by_pool, trajectory_metrics
 
 
 def session(pools: list[tuple[str, int]], *, reward: float = 0.0, void: bool = False) -> Trajectory:
@@ -56,9 +56,14 @@ def test_a_void_session_is_no_reward_but_its_tokens_count():
     assert metrics["reward/by_pool/b200"] == 1.0
     assert metrics["rollout/tokens"] == 20
     assert metrics["rollout/stop_submitted_frac"] == 1.0
-    # Each valid context: 4 prompt ids, its sampled ids and 2 observation ids.
-    assert metrics["rollout/cached_tokens_frac"] == pytest.approx(9 / (10 + 10 + 12))
+    # Three valid turns, each sent 4 prompt ids and found 3 of them in the cache.
+    assert metrics["rollout/cached_tokens_frac"] == pytest.approx(3 / 4)
 
 
 def test_a_step_of_voids_has_no_reward_at_all():
     assert "reward/mean" not in trajectory_metrics([session([("a100", 4)], void=True)])
+
+
+def test_every_turn_sends_the_whole_context_again():
+    # Turn 1 sends 4; turn 2 sends 4 + 5 sampled + 2 observed.
+    assert prompt_tokens(session([("a100", 5), ("b200", 9)])) == 4 + 11
