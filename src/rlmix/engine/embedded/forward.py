@@ -65,6 +65,7 @@ class Forward:
         self._cache = cache
         self._rounds = profile.activations == "bf16"
         self._scale = shape.head_dim**-0.5
+        self._probability_dtype = profile.probability_dtype
         self._is_dense_moe = shape.num_experts <= DENSE_EXPERT_RATIO * shape.top_k
         positions = torch.arange(cache.capacity, dtype=torch.float64)
         exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
@@ -177,8 +178,18 @@ class Forward:
         queries = queries_B.reshape(batch * kv_heads, -1, head_dim)
         keys = key_cache.view(-1, self._cache.capacity, head_dim)[: batch * kv_heads, :length]
         values = value_cache.view(-1, self._cache.capacity, head_dim)[: batch * kv_heads, :length]
+        return self._attended(mask, queries, keys, values).view(batch, -1)
+
+    def _attended(self, mask: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """softmax(mask + scale * queries keys^T) values, with the kernel's rounding of the
+        unnormalised probabilities."""
         scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=self._scale)
-        return torch.bmm(torch.softmax(scores, -1), values).view(batch, -1)
+        if self._probability_dtype is None:
+            return torch.bmm(torch.softmax(scores, -1), values)
+        weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+        total = weights.sum(-1, keepdim=True)
+        rounded = weights.to(self._probability_dtype).float()
+        return torch.bmm(rounded, values).div_(total)
 
     def _attend_chunk(
         self, queries_N: Tensor, keys: Tensor, values: Tensor, chunk: Chunk
@@ -194,8 +205,7 @@ class Forward:
         is_ahead = self._positions[:length] > own[:, None]
         mask = torch.zeros(num_tokens, length).masked_fill_(is_ahead, MASKED)
         mask = mask.repeat_interleave(groups, dim=0).expand(len(queries), -1, -1)
-        scores = torch.baddbmm(mask, queries, keys[:, :length].transpose(1, 2), alpha=self._scale)
-        attended = torch.bmm(torch.softmax(scores, -1), values[:, :length])
+        attended = self._attended(mask, queries, keys[:, :length], values[:, :length])
         return (
             attended.view(-1, num_tokens, groups, head_dim).transpose(0, 1).reshape(num_tokens, -1)
         )

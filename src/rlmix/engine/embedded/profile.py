@@ -1,8 +1,8 @@
 """How an accelerator computes, beyond the format of its weights and its KV cache.
 
-Three effects are reproduced, each real and each small: where activations are rounded to BF16,
-whether the attention kernel rounds queries to FP8 when the cache is FP8, and in which order the
-products of a dot product are added. Invariant: a profile changes rounding only; with exact
+Three effects are reproduced, each real and each small: where activations are rounded to BF16, in
+which format the attention kernel multiplies when the cache is FP8, and in which order the products
+of a dot product are added. Invariant: a profile changes rounding only; with exact
 arithmetic every profile computes the same function.
 """
 
@@ -22,9 +22,10 @@ run by run in turn. Chips of one generation share a number because they share ke
 numbers stand for "another kernel", they are not measured on the chips."""
 
 QUERY_FP8_BACKENDS = ("fa3", "fa4", "trtllm_mha")
-"""With an FP8 cache these kernels also cast the query to E4M3, unscaled."""
+"""With an FP8 cache these kernels multiply in FP8: the query and the unnormalised probabilities are
+cast to E4M3, unscaled."""
 QUERY_BF16_BACKENDS = ("flashinfer", "triton", "torch_native")
-"""These keep it and dequantise keys and values instead."""
+"""These dequantise keys and values and multiply in BF16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +58,13 @@ class Profile:
     @property
     def rounds_query_to_fp8(self) -> bool:
         return self.kv == "fp8" and self.attention in QUERY_FP8_BACKENDS
+
+    @property
+    def probability_dtype(self) -> torch.dtype | None:
+        """Format of exp(score - max) when it meets the values; None for float32."""
+        if self.rounds_query_to_fp8:
+            return torch.float8_e4m3fn
+        return torch.bfloat16 if self.activations == "bf16" else None
 
     def channel_order(self, num_channels: int) -> Tensor | None:
         """int64 permutation in which channels are stored, so that dot products over them add in
