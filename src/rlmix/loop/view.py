@@ -112,7 +112,7 @@ class RunView:
         return LiveState(
             run=self._run.name,
             phase=loop.phase if is_stepping and loop is not None else self._phase,
-            step=progress.step,
+            step=len(progress.rewards),  # Steps whose metrics are there, too.
             num_steps=self._config.loop.steps,
             elapsed_s=time.monotonic() - self._started_s,
             eta_s=self._eta_s(progress),
