@@ -24,7 +24,8 @@ def test_a_quick_rebuild_lowers_the_loss_and_writes_a_complete_bundle(tmp_path: 
     skill, spread = manifest["phases"]
     assert skill["loss_first"] > 5.0
     assert skill["loss_last"] < skill["loss_first"] - 1.5
-    assert spread["loss_last"] < skill["loss_last"]
+    # The second phase starts where the first ended, on other sessions.
+    assert spread["loss_last"] < skill["loss_first"] - 2.5
     from rlmix.model.bundle import resolve_model
 
     assert resolve_model(tmp_path) == tmp_path
