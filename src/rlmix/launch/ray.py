@@ -37,6 +37,8 @@ _RAY_ENVIRONMENT = {
     # The plan names device ids; Ray must not rewrite CUDA_VISIBLE_DEVICES behind it.
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray runs actors at nice 15 by default; here they are the run, not a background job.
+    "RAY_worker_niceness": "0",
     # Ray refuses strangers only in this mode; said explicitly it is also quiet about it.
     "RAY_AUTH_MODE": "token",
     # Ray writes what its node agent notices (a worker died) to the driver's stdout, even with
@@ -116,7 +118,7 @@ class ActorHandle:
     ) -> Any:
         """See `Handle.call`. Exceptions carry the remote traceback as a note."""
         import ray
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import RayActorError, RayError, RayTaskError
 
         ref = self._actor.call.remote(method, args, kwargs)
         waiter = asyncio.wrap_future(ref.future())
@@ -130,6 +132,8 @@ class ActorHandle:
             raise
         except RayTaskError as error:
             cause = error.cause
+            if not isinstance(cause, BaseException):
+                raise LaunchError(f"launch: {method} of {self.name} failed: {error}") from None
             if isinstance(cause, LaunchError | TimeoutError | asyncio.CancelledError):
                 raise cause from None
             trace = re.sub(r"\x1b\[\d+m", "", str(error))
@@ -139,6 +143,10 @@ class ActorHandle:
             raise LaunchError(
                 f"launch: actor {self.name} is gone ({_first_line(error)}); log {self.log_path}:\n"
                 f"{log_tail(self.log_path)}"
+            ) from None
+        except RayError as error:
+            raise LaunchError(
+                f"launch: Ray lost {method} of {self.name}: {_first_line(error)}"
             ) from None
 
     def kill(self) -> None:

@@ -5,10 +5,10 @@ other end of its stdin. When that closes, for whatever reason, SIGKILL included,
 the run has `GRACE_S` to end by itself; what is left is killed, and the run's temporary folder is
 removed. Ray needs this: its node agents stay for good when the driver is killed.
 
-Invariant: a process is touched only when its environment holds `RLMIX_RUN_TAG=<this run's tag>`
-or when it holds a file open in this run's temporary folder. (Ray's processes rename themselves,
-which can overwrite the environment that the kernel shows, hence the second sign.) Tag and folder
-name hold random bits, so no other run's process can match.
+Invariant: a process is touched only when its environment holds `RLMIX_RUN_TAG=<this run's tag>`,
+or when it calls itself `ray::...` and holds a file open in this run's temporary folder. (Ray's
+processes rename themselves, which can overwrite the environment that the kernel shows, hence the
+second sign.) Tag and folder name hold random bits, so no other run's process can match.
 """
 
 import os
@@ -39,20 +39,23 @@ def run_processes(tag: str, folder: str) -> list[int]:
         try:
             with open(f"/proc/{entry}/environ", "rb") as file:
                 is_ours = wanted in file.read().split(b"\0")
-            if is_ours or _has_file_in(f"/proc/{entry}/fd", folder + os.sep):
+            if is_ours or _is_ray_process_of(entry, folder + os.sep):
                 found.append(int(entry))
         except OSError:
             continue  # Ended meanwhile, or not ours to read.
     return found
 
 
-def _has_file_in(fd_folder: str, prefix: str) -> bool:
-    for fd in os.listdir(fd_folder):
+def _is_ray_process_of(pid: str, prefix: str) -> bool:
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        if not file.read(5).startswith(b"ray::"):
+            return False
+    for fd in os.listdir(f"/proc/{pid}/fd"):
         try:
-            if os.readlink(f"{fd_folder}/{fd}").startswith(prefix):
+            if os.readlink(f"/proc/{pid}/fd/{fd}").startswith(prefix):
                 return True
         except OSError:
-            continue
+            continue  # Closed meanwhile.
     return False
 
 

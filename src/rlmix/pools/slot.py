@@ -42,7 +42,7 @@ CALL_MARGIN_S = 10.0
 """On top of a replica's own limits, for an actor that starts or is slow to answer."""
 
 LOADS_TIMEOUT_S = 10.0
-"""For one load report; several in a row make a stall."""
+"""For one load report, or half the stall limit where that is shorter: one report may be missed."""
 
 STOP_TIMEOUT_S = 6.0
 """For a polite stop; then the actor is killed."""
@@ -250,6 +250,7 @@ class Slot:
         assert self._handle is not None
         progress = ProgressWatch(moved_s=time.monotonic())
         answered_s = time.monotonic()
+        report_s = min(LOADS_TIMEOUT_S, self._fleet.stall_timeout_s / 2)
         watch = asyncio.create_task(self._handle.call("watch"), name=f"watch {self.spec.name}")
         try:
             while True:
@@ -261,7 +262,7 @@ class Slot:
                     progress = ProgressWatch(moved_s=time.monotonic())
                 try:
                     self.load = await self._until(
-                        watch, self._handle.call("loads", timeout_s=LOADS_TIMEOUT_S)
+                        watch, self._handle.call("loads", timeout_s=report_s)
                     )
                     answered_s = now_s = time.monotonic()
                     stalled_s = progress.stalled_s(self.load, now_s=now_s)

@@ -89,6 +89,12 @@ class Stage:
         await self.router.close()
         self.router_child.kill()
 
+    def publish(self, version: int, *, damaged: bool = False) -> None:
+        make_version(self.store, version, damaged=damaged)
+
+    def spec(self, name: str, **changes: Any) -> ReplicaSpec:
+        return make_replica_spec(name, self.folder, **changes)
+
     def make_fleet(self, *specs: ReplicaSpec, references: Any = None, **changes: Any) -> Fleet:
         spec = FleetSpec(
             replicas=specs,

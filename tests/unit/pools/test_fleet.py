@@ -7,7 +7,6 @@ import signal
 import sys
 
 import pytest
-from conftest import make_replica_spec, make_version
 
 from rlmix.core.errors import EngineError, LaunchError, WeightSyncError
 from rlmix.engine.scripted import HashPolicy
@@ -45,7 +44,7 @@ def test_a_replica_is_verified_before_the_router_hears_of_it(stage):
 
     async def scenario():
         fleet = stage.make_fleet(
-            make_replica_spec("h100-0", stage.folder),
+            stage.spec("h100-0"),
             references=references,
             canary_prompts=((1, 2, 3), (4, 5)),
         )
@@ -64,7 +63,7 @@ def prefixes(ids):
 
 def test_a_fleet_serves_through_the_router_and_stops_without_leaving_a_process(stage):
     async def scenario():
-        fleet = stage.make_fleet(*[make_replica_spec(f"h100-{i}", stage.folder) for i in range(2)])
+        fleet = stage.make_fleet(*[stage.spec(f"h100-{i}") for i in range(2)])
         await fleet.start(0)
         answers = [await stage.generate(f"s{i}") for i in range(4)]
         assert [status for status, _ in answers] == [200] * 4
@@ -85,7 +84,7 @@ def test_a_fleet_serves_through_the_router_and_stops_without_leaving_a_process(s
 
 def test_an_engine_killed_with_sigkill_is_replaced_and_its_sessions_go_on(stage):
     async def scenario():
-        fleet = stage.make_fleet(*[make_replica_spec(f"h100-{i}", stage.folder) for i in range(2)])
+        fleet = stage.make_fleet(*[stage.spec(f"h100-{i}") for i in range(2)])
         await fleet.start(0)
         await fleet.roll_out(0)
         home = (await stage.generate("s"))[1]["X-Rlmix-Replica"]
@@ -113,7 +112,7 @@ def test_an_engine_killed_with_sigkill_is_replaced_and_its_sessions_go_on(stage)
 
 def test_a_replica_whose_actor_is_gone_is_replaced(stage):
     async def scenario():
-        fleet = stage.make_fleet(make_replica_spec("h100-0", stage.folder))
+        fleet = stage.make_fleet(stage.spec("h100-0"))
         await fleet.start(0)
         stage.handles["h100-0"].kill()
         await stage.until(lambda: stage.status("h100-0").incarnation == 2)
@@ -124,10 +123,10 @@ def test_a_replica_whose_actor_is_gone_is_replaced(stage):
 
 def test_a_roll_out_reaches_every_replica_and_the_newest_order_wins(stage):
     for version in (1, 2, 3):
-        make_version(stage.store, version)
+        stage.publish(version)
 
     async def scenario():
-        fleet = stage.make_fleet(*[make_replica_spec(f"h100-{i}", stage.folder) for i in range(2)])
+        fleet = stage.make_fleet(*[stage.spec(f"h100-{i}") for i in range(2)])
         await fleet.start(0)
         for version in (1, 2, 3):
             await fleet.roll_out(version)  # returns at once
@@ -144,10 +143,10 @@ def test_a_roll_out_reaches_every_replica_and_the_newest_order_wins(stage):
 
 
 def test_a_replacement_starts_on_the_newest_version_even_when_the_first_is_gone(stage):
-    make_version(stage.store, 5)
+    stage.publish(5)
 
     async def scenario():
-        fleet = stage.make_fleet(make_replica_spec("h100-0", stage.folder))
+        fleet = stage.make_fleet(stage.spec("h100-0"))
         await fleet.start(0)
         await fleet.roll_out(5)
         await fleet.wait_for_version(5, timeout_s=10)
@@ -161,11 +160,11 @@ def test_a_replacement_starts_on_the_newest_version_even_when_the_first_is_gone(
 
 
 def test_damaged_files_are_refused_and_the_replica_serves_on(stage):
-    make_version(stage.store, 1, damaged=True)
-    make_version(stage.store, 2)
+    stage.publish(1, damaged=True)
+    stage.publish(2)
 
     async def scenario():
-        fleet = stage.make_fleet(make_replica_spec("h100-0", stage.folder))
+        fleet = stage.make_fleet(stage.spec("h100-0"))
         await fleet.start(0)
         await fleet.roll_out(1)
         await stage.until(lambda: "update_refused" in stage.kinds("h100-0"))
@@ -183,11 +182,11 @@ def test_damaged_files_are_refused_and_the_replica_serves_on(stage):
 
 
 def test_an_engine_that_fails_its_update_is_quarantined_and_replaced(stage):
-    make_version(stage.store, 1)
+    stage.publish(1)
 
     async def scenario():
-        spec = make_replica_spec("h100-0", stage.folder, update_timeout_s=0.5)
-        fleet = stage.make_fleet(spec, stall_timeout_s=60.0)
+        spec = stage.spec("h100-0", update_timeout_s=0.5)
+        fleet = stage.make_fleet(spec, stall_timeout_s=4.0)
         await fleet.start(0)
         os.kill(stage.status("h100-0").pid, signal.SIGSTOP)
         await fleet.roll_out(1)
@@ -202,11 +201,8 @@ def test_an_engine_that_fails_its_update_is_quarantined_and_replaced(stage):
 
 def test_an_engine_that_is_not_what_the_plan_says_is_never_registered(stage):
     async def scenario():
-        spec = make_replica_spec(
-            "h100-0",
-            stage.folder,
-            expected={"accelerator": "h200", "weights": "bf16", "kv": "bf16"},
-        )
+        planned = {"accelerator": "h200", "weights": "bf16", "kv": "bf16"}
+        spec = stage.spec("h100-0", expected=planned)
         fleet = stage.make_fleet(spec)
         with pytest.raises(LaunchError, match="accelerator is 'h100', the plan says 'h200'; kv is"):
             await fleet.start(0)
@@ -223,7 +219,7 @@ def test_canaries_that_differ_from_the_trainer_keep_a_replica_out(stage):
 
     async def scenario():
         fleet = stage.make_fleet(
-            make_replica_spec("h100-0", stage.folder),
+            stage.spec("h100-0"),
             references=references,
             canary_prompts=((1, 2),),
         )
@@ -238,7 +234,7 @@ def test_canaries_that_differ_from_the_trainer_keep_a_replica_out(stage):
 def test_a_command_that_fails_is_reported_with_its_log(stage):
     async def scenario():
         argv = (sys.executable, "-c", "raise SystemExit('no such flag: --speeed')")
-        fleet = stage.make_fleet(make_replica_spec("h100-0", stage.folder, argv=argv))
+        fleet = stage.make_fleet(stage.spec("h100-0", argv=argv))
         with pytest.raises(LaunchError, match=r"(?s)exit code 1 before.*no such flag: --speeed"):
             await fleet.start(0)
 
@@ -247,7 +243,7 @@ def test_a_command_that_fails_is_reported_with_its_log(stage):
 
 def test_a_replica_that_keeps_dying_is_retired_and_the_others_serve_on(stage):
     async def scenario():
-        fleet = stage.make_fleet(*[make_replica_spec(f"h100-{i}", stage.folder) for i in range(2)])
+        fleet = stage.make_fleet(*[stage.spec(f"h100-{i}") for i in range(2)])
         await fleet.start(0)
         for incarnation in (1, 2, 3):
             await stage.until(
@@ -267,9 +263,7 @@ def test_a_replica_that_keeps_dying_is_retired_and_the_others_serve_on(stage):
 
 def test_an_engine_that_hangs_with_work_is_given_up_and_the_request_answered_elsewhere(stage):
     async def scenario():
-        fleet = stage.make_fleet(
-            *[make_replica_spec(f"h100-{i}", stage.folder) for i in range(2)], stall_timeout_s=0.6
-        )
+        fleet = stage.make_fleet(*[stage.spec(f"h100-{i}") for i in range(2)], stall_timeout_s=0.6)
         await fleet.start(0)
         home = (await stage.generate("s"))[1]["X-Rlmix-Replica"]
         url = stage.status(home).url
@@ -288,7 +282,7 @@ def test_an_engine_that_hangs_with_work_is_given_up_and_the_request_answered_els
 
 def test_a_router_that_was_restarted_is_told_everything_again(stage):
     async def scenario():
-        fleet = stage.make_fleet(make_replica_spec("h100-0", stage.folder))
+        fleet = stage.make_fleet(stage.spec("h100-0"))
         await fleet.start(0)
         await stage.router.delete_replica("h100-0")  # as empty as a fresh one
         await stage.until(lambda: has_replica())
@@ -306,8 +300,8 @@ def test_a_router_that_was_restarted_is_told_everything_again(stage):
 
 def test_status_shows_what_each_replica_does(stage):
     async def scenario():
-        spec = make_replica_spec("h100-0", stage.folder)
-        slow = make_replica_spec("h100-0", stage.folder, argv=(*spec.argv, "--token-s", "0.3"))
+        spec = stage.spec("h100-0")
+        slow = stage.spec("h100-0", argv=(*spec.argv, "--token-s", "0.3"))
         fleet = stage.make_fleet(slow)
         await fleet.start(0)
         tasks = [asyncio.create_task(stage.generate(f"s{i}", tokens=4)) for i in range(3)]
@@ -320,7 +314,7 @@ def test_status_shows_what_each_replica_does(stage):
 
 
 def test_repeated_names_are_refused(stage):
-    spec = make_replica_spec("h100-0", stage.folder)
+    spec = stage.spec("h100-0")
 
     async def scenario():
         with pytest.raises(LaunchError, match="names repeat"):

@@ -5,7 +5,6 @@ import os
 import signal
 
 import pytest
-from conftest import make_replica_spec, make_version
 
 from rlmix.core.errors import LaunchError
 from rlmix.launch.ray import RayCluster
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_replicas_in_actors_update_and_are_replaced_whether_engine_or_actor_dies(stage, tmp_path):
-    make_version(stage.store, 1)
+    stage.publish(1)
     cluster = RayCluster.start("fleet", num_cpus=8, log_dir=tmp_path / "logs")
 
     def spawn(spec, incarnation):
@@ -31,7 +30,7 @@ def test_replicas_in_actors_update_and_are_replaced_whether_engine_or_actor_dies
     async def scenario():
         async with stage:
             stage._spawn = spawn
-            specs = [make_replica_spec(f"h100-{i}", stage.folder) for i in range(2)]
+            specs = [stage.spec(f"h100-{i}") for i in range(2)]
             fleet = stage.make_fleet(*specs)
             await fleet.start(0)
             await fleet.roll_out(1)
@@ -64,7 +63,7 @@ def test_replicas_in_actors_update_and_are_replaced_whether_engine_or_actor_dies
             assert "signal SIGKILL" in reasons["h100-0"]
             assert "actor h100-1.1 is gone" in reasons["h100-1"]
             await fleet.stop()
-            wrong = make_replica_spec("h100-2", stage.folder, expected={"kv": "bf16"})
+            wrong = stage.spec("h100-2", expected={"kv": "bf16"})
             with pytest.raises(LaunchError, match="kv is 'fp8', the plan says 'bf16'"):
                 await stage.make_fleet(wrong).start(0)
 
