@@ -73,7 +73,9 @@ class EngineClient:
             async with asyncio.timeout(self._timeout_s):
                 tries = 0
                 while True:
-                    status, raw, answer_headers = await self._post("/generate", body, headers)
+                    status, raw, answer_headers = await self._send(
+                        "POST", "/generate", body, headers
+                    )
                     if status == 200:
                         answer = _decode(raw, where=f"{self._base_url}/generate")
                         return parse_generation(answer, request, answer_headers)
@@ -113,7 +115,7 @@ class EngineClient:
         return await self._ask("GET", path, None)
 
     async def post_json(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A POST endpoint's document; an empty answer is `{}`. Not retried.
+        """A POST endpoint's document; an answer without one is `{}`. Not retried.
 
         Raises:
             EngineRefused: 400.
@@ -130,17 +132,13 @@ class EngineClient:
         where = f"{self._base_url}{path}"
         try:
             async with asyncio.timeout(self._timeout_s):
-                status, raw, _ = await self._send(method, path, body, self._headers)
+                status, raw, headers = await self._send(method, path, body, self._headers)
         except TimeoutError as error:
             raise EngineError(f"engine: {where}: no answer in {self._timeout_s:g} s") from error
         if status != 200:
             _raise_for(status, raw, where=where)
-        return _decode(raw, where=where) if raw.strip() else {}
-
-    async def _post(
-        self, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> tuple[int, bytes, Mapping[str, str]]:
-        return await self._send("POST", path, body, headers)
+        is_json = headers.get("Content-Type", "").startswith("application/json")
+        return _decode(raw, where=where) if is_json else {}
 
     async def _send(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
