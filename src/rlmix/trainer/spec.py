@@ -55,7 +55,8 @@ class TrainerSpec:
     views: tuple[str, ...]
     """Weight views to publish, one per distinct pool format."""
     attention: str | None = None
-    """Transformers' attention implementation; None: `policy.ATTENTION`."""
+    """Transformers' attention implementation; None: by the model's context, see
+    `policy.default_attention`."""
     experts: str | None = None
     """Transformers' experts implementation; None: `policy.EXPERTS`."""
 

@@ -1,4 +1,7 @@
 import json
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -138,3 +141,40 @@ def test_state_is_readable_json(folder):
         "version": 13,
         "extra": {"seed": 7},
     }
+
+
+SAVE_FOREVER = """
+import sys
+from pathlib import Path
+import torch
+from rlmix.trainer.checkpoint import prune_checkpoints, save_checkpoint
+
+folder, step = Path(sys.argv[1]), 0
+while True:
+    step += 1
+    save_checkpoint(
+        folder, step=step, version=step, model_files=folder.parent / "model",
+        model_state={"weight": torch.full((200_000,), float(step)).bfloat16()},
+        optimizer_state={"master/weight": torch.full((200_000,), float(step))},
+        random_state=torch.get_rng_state(), extra={"step": step},
+    )
+    prune_checkpoints(folder, 2)
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_a_complete_checkpoint(folder):
+    child = subprocess.Popen([sys.executable, "-c", SAVE_FOREVER, str(folder)])
+    try:
+        deadline_s = time.monotonic() + 60
+        while len(list_checkpoints(folder)) < 2:
+            assert child.poll() is None
+            assert time.monotonic() < deadline_s, "the child saved no second checkpoint in 60 s"
+            time.sleep(0.01)
+    finally:
+        child.kill()
+        child.wait()
+    path = newest_complete(folder)
+    checkpoint = load_checkpoint(path)
+    assert checkpoint.extra == {"step": checkpoint.step}
+    assert checkpoint.optimizer["master/weight"].eq(checkpoint.step).all()
+    assert checkpoint.step >= 1

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from rlmix.batch.packing import pack_samples
 from rlmix.core.errors import TrainerError
-from rlmix.trainer.policy import Policy
+from rlmix.trainer.policy import Policy, default_attention
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +126,12 @@ def test_a_dense_model_with_an_untied_head_loads_too(tmp_path, samples):
     assert torch.isfinite(
         policy.token_logprobs(batch, temperature=1.0, replay=True).trainer_P
     ).all()
+
+
+def test_long_contexts_never_get_the_attention_whose_memory_grows_with_the_square(policy):
+    from transformers import Qwen3Config
+
+    assert default_attention(Qwen3Config(max_position_embeddings=262_144)) == "sdpa"
+    assert default_attention(Qwen3Config(max_position_embeddings=512)) == "eager"
+    assert policy.model.config._attn_implementation == "eager"
+    assert policy.model.config._experts_implementation == "grouped_mm"
