@@ -50,8 +50,12 @@ def test_every_shipped_choice_composes_and_passes_the_checks(choice: str) -> Non
 
 
 def test_arguments_beat_the_experiment_and_the_experiment_beats_the_defaults() -> None:
+    default = load_config().config.loop
+    tiny = load_config("train", ["experiment=tiny"]).config.loop
     loop = load_config("train", ["loop.steps=7", "experiment=tiny"]).config.loop
-    assert (loop.steps, loop.sessions_per_step, loop.max_staleness) == (7, 8, 4)
+    assert loop.steps == 7 != tiny.steps
+    assert loop.sessions_per_step == tiny.sessions_per_step != default.sessions_per_step
+    assert loop.max_staleness == tiny.max_staleness == default.max_staleness
 
 
 def test_a_pool_is_added_swapped_and_removed_by_name() -> None:
@@ -86,6 +90,7 @@ def test_faults_of_every_kind_are_told_together() -> None:
         "pools.h1000.weights=fp8",
         "pools.h100.replicas=-1",
         "loop.sessions_per_step=30",
+        "loop.group_size=8",
         "run.seed",
     )
     assert [line.split(":")[0] for line in lines] == [

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 
 import pytest
 
@@ -39,7 +40,10 @@ def test_default_plan_costs_one_of_each_accelerator_per_hour() -> None:
 
 def test_price_of_a_pool_counts_replicas_and_may_be_set_by_pool_or_accelerator() -> None:
     pools = plan(
-        "pools.h100.replicas=3", "pools.a100.usd_per_hour=1", "accelerators.h200.usd_per_hour=4"
+        "pools.h100.replicas=3",
+        "pools.h100.max_running=32",
+        "pools.a100.usd_per_hour=1",
+        "accelerators.h200.usd_per_hour=4",
     ).pools
     assert round(pools["h100"].usd_per_hour, 2) == 8.13
     assert pools["h100"].usd_per_replica_hour == 2.71
@@ -64,11 +68,12 @@ def test_the_engines_accept_their_commands() -> None:
     from rlmix.engine.arguments import server_parser
 
     parser = server_parser(prog="embedded", description="")
-    for replica in plan().replicas():
+    numbers = [f"pools.{name}.max_running=24" for name in plan().pools]
+    for replica in plan("session.max_context_tokens=640", *numbers).replicas():
         arguments = parser.parse_args(list(replica.argv[3:]))
         assert arguments.replica == replica.name
-        assert arguments.max_running_requests == 32
-        assert arguments.context_length == 512
+        assert arguments.max_running_requests == 24
+        assert arguments.context_length == 640
 
 
 def test_the_router_accepts_its_command() -> None:
@@ -84,10 +89,18 @@ def test_the_trainer_publishes_one_view_for_each_format_in_use() -> None:
     assert plan("pools=two").trainer.views == ("bf16", "nvfp4")
 
 
+def test_the_shape_counts_the_parameters_that_the_model_file_holds() -> None:
+    data = (resolve_model("bundled:tiny") / "model.safetensors").read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+    assert tiny_shape().params == sum(math.prod(entry["shape"]) for entry in tensors)
+
+
 def test_memory_is_weights_and_a_full_cache() -> None:
-    # 1,475,648 parameters, 2 bytes each; 32 requests x 512 tokens x 384 elements of 1 byte.
-    assert tiny_shape().params == 1_475_648
-    assert plan().pools["a100"].memory_gib * 2**30 == 2 * 1_475_648 + 32 * 512 * 384
+    # BF16 weights; 24 requests x 512 tokens x 384 elements of 1 byte.
+    pool = plan("session.max_context_tokens=512", "pools.a100.max_running=24").pools["a100"]
+    assert tiny_shape().kv_elements == 384
+    assert pool.memory_gib * 2**30 == 2 * tiny_shape().params + 24 * 512 * 384
 
 
 def test_a_plan_survives_json() -> None:
@@ -125,8 +138,9 @@ def test_fp8_cache_on_ampere_is_said_and_bf16_is_not() -> None:
 
 
 def test_more_sessions_than_the_pools_can_work_on_is_said() -> None:
-    assert "640 sessions at a time" in warnings_of("session.concurrency=320")
-    assert "sessions at a time" not in warnings_of()
+    many = ("session.workers=2", "session.concurrency=320")
+    assert "640 sessions at a time" in warnings_of(*many)
+    assert "sessions at a time" not in warnings_of("session.workers=1", "session.concurrency=1")
 
 
 def test_other_doubtful_choices_are_said() -> None:
