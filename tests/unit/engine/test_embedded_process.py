@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from rlmix.engine.client import EngineClient
-from rlmix.engine.embedded.forward import Chunk, Forward, Step
+from rlmix.engine.embedded.attention import Chunk
+from rlmix.engine.embedded.forward import Forward, Step
 from rlmix.engine.embedded.kv import KvCache
 from rlmix.engine.embedded.profile import Profile
 from rlmix.engine.embedded.shape import read_shape

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from rlmix.engine.embedded.shape import ModelShape
-from rlmix.numerics.fp8 import fake_quantize_kv
 
 LENGTH_STEP = 32
 """Attention looks at a multiple of this many positions: MKL's results for a position then do not
@@ -33,10 +32,13 @@ class KvCache:
             shape.head_dim,
         )
         """float32 [layers, keys/values, slots + 1, kv heads, positions, head dim]."""
-        self._head_starts = torch.arange(shape.num_kv_heads) * self.capacity
+        heads = torch.arange(shape.num_kv_heads) * self.capacity
+        all_slots = (num_slots + 1) * shape.num_kv_heads * self.capacity
+        self._head_starts = torch.cat((heads, heads + all_slots))
 
     def write_index(self, slots_T: Tensor, positions_T: Tensor) -> Tensor:
-        """int64 [T * kv heads]: rows of a layer's cache, seen as [slots * heads * positions, D]."""
+        """int64 [T * 2 * kv heads]: where a layer's new keys, then its values, of each row go in
+        the layer's cache, seen as [2 * slots * heads * positions, D]."""
         starts = slots_T * (self._kv_heads * self.capacity) + positions_T
         return (starts[:, None] + self._head_starts).reshape(-1)
 
@@ -55,12 +57,3 @@ class KvCache:
     @property
     def num_bytes(self) -> int:
         return self.values.numel() * self.values.element_size()
-
-
-def round_kv(values: Tensor, kv: str) -> Tensor:
-    """Keys or values as a cache of format `kv` returns them, float32."""
-    if kv == "fp8":
-        return fake_quantize_kv(values)
-    if kv == "bf16":
-        return values.bfloat16().float()
-    return values

@@ -11,7 +11,8 @@ from collections import deque
 import numpy as np
 import torch
 
-from rlmix.engine.embedded.forward import Chunk, Forward, Step
+from rlmix.engine.embedded.attention import Chunk
+from rlmix.engine.embedded.forward import Forward, Step
 from rlmix.engine.embedded.kv import KvCache
 from rlmix.engine.embedded.prefix import PrefixCache
 from rlmix.engine.embedded.profile import Profile

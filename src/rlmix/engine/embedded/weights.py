@@ -20,12 +20,13 @@ from rlmix.numerics import views
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
-    """One decoder layer, float32. H hidden, D head_dim, E experts, I inner size."""
+    """One decoder layer, float32, each matrix [inputs, outputs] as the forward multiplies it.
+    H hidden, D head_dim, E experts, I inner size."""
 
     input_norm: Tensor
     """[H], times sqrt(H); likewise every other norm."""
     qkv: Tensor
-    """[(heads + 2 * kv_heads) * D, H]; within a query or key head, channel i sits beside channel
+    """[H, (heads + 2 * kv_heads) * D]; within a query or key head, channel i sits beside channel
     i + D/2, so that rotary embedding is one complex multiplication."""
     qk_norm: Tensor
     """[heads + kv_heads, D]."""
@@ -33,9 +34,9 @@ class LayerWeights:
     """[heads * D, H]."""
     post_norm: Tensor
     router: Tensor | None
-    """[E, H]; None in a dense layer."""
+    """[H, E]; None in a dense layer."""
     gate_up: Tensor
-    """[2 * E * I, H], all gates before all ups; E = 1 in a dense layer."""
+    """[H, 2 * E * I], all gates before all ups; E = 1 in a dense layer."""
     down: Tensor
     """[E * I, H]."""
 
@@ -48,7 +49,7 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     head: Tensor
-    """[V, H]."""
+    """[H, V]."""
     checksum: str
     """xxh3-128 of the tensors as they were on disk; equal for equal checkpoints."""
     num_bytes: int
@@ -121,7 +122,7 @@ def _assemble(
         embedding=embedding,
         layers=tuple(_layer(reader, index, shape) for index in range(shape.num_layers)),
         final_norm=_norm(reader, "model.norm.weight", shape.hidden),
-        head=head,
+        head=head.t(),
         checksum=_checksum(raw),
         num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in raw.values()),
     )
@@ -183,6 +184,7 @@ def _layer(reader: _Reader, index: int, shape: ModelShape) -> LayerWeights:
         for part, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads))
     ]
     out = reader.get(f"{attention}o_proj.weight", (hidden, shape.num_heads * head_dim), "H.")
+    # Products sum over rows of `out` and `down`, so these two are stored contiguously that way.
     router, gate_up, down = _mlp(reader, index, shape)
     return LayerWeights(
         input_norm=_norm(reader, prefix + "input_layernorm.weight", hidden),
@@ -192,11 +194,11 @@ def _layer(reader: _Reader, index: int, shape: ModelShape) -> LayerWeights:
                 projection("k", shape.num_kv_heads, is_rotated=True),
                 projection("v", shape.num_kv_heads, is_rotated=False),
             )
-        ),
+        ).t(),
         qk_norm=torch.cat(norms).mul_(head_dim**0.5),
         out=out.t().contiguous(),
         post_norm=_norm(reader, prefix + "post_attention_layernorm.weight", hidden),
-        router=router,
+        router=None if router is None else router.t(),
         gate_up=gate_up,
         down=down,
     )
@@ -213,7 +215,7 @@ def _mlp(reader: _Reader, index: int, shape: ModelShape) -> tuple[Tensor | None,
     inner = gates[0].shape[0]
     ups = [reader.get(stem + "up_proj.weight", (inner, shape.hidden), "HH") for stem in stems]
     downs = [reader.get(stem + "down_proj.weight", (shape.hidden, inner), "HH") for stem in stems]
-    return router, torch.cat(gates + ups), torch.cat([down.t() for down in downs])
+    return router, torch.cat(gates + ups).t(), torch.cat([down.t() for down in downs])
 
 
 def _checksum(tensors: dict[str, Tensor]) -> str:

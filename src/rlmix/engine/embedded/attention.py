@@ -1,0 +1,147 @@
+"""Attention over the slots of the KV cache, for decoding rows and for chunks of prompts.
+
+Invariant: a row looks at its own slot only, at positions up to its own. What a slot holds beyond
+that is finite and gets weight 0 exactly, so it contributes nothing.
+"""
+
+# B decoding rows, T rows of the step, N tokens of a chunk, L cache positions looked at, D head dim
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlmix.engine.embedded.kv import LENGTH_STEP, KvCache
+from rlmix.engine.embedded.profile import Profile
+from rlmix.engine.embedded.shape import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """Consecutive prompt tokens of one request."""
+
+    slot: int
+    start: int
+    """Position of the first token; everything before it is in the cache."""
+    num_tokens: int
+    needs_logits: bool
+    """True when the chunk ends the prompt."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Rows of a step that attend together, with what they see in each layer."""
+
+    first: int
+    last: int
+    """Rows first:last of the step."""
+    mask: Tensor
+    """0 where a row may look and -inf elsewhere, [batch * kv heads, rows per head, L]."""
+    keys: Sequence[Tensor]
+    """Per layer [batch * kv heads, D, L], views of the cache."""
+    values: Sequence[Tensor]
+    """Per layer [batch * kv heads, L, D], views of the cache."""
+
+
+class Attention:
+    """Reads and writes one KV cache in one profile's formats."""
+
+    def __init__(self, shape: ModelShape, profile: Profile, cache: KvCache) -> None:
+        self._shape = shape
+        self._cache = cache
+        self._scale = shape.head_dim**-0.5
+        self._probability_dtype = profile.probability_dtype
+        self._positions = torch.arange(cache.capacity)
+        self._zero, self._masked = torch.tensor(0.0), torch.tensor(float("-inf"))
+        self._flat = [layer.view(-1, shape.head_dim) for layer in cache.values]
+        self._seen: tuple[int, int, Sequence[Tensor], Sequence[Tensor]] = (-1, -1, (), ())
+
+    def write(self, layer: int, index: Tensor, keys_and_values: Tensor) -> None:
+        """Store [T, 2 * kv heads, D] at the rows that `KvCache.write_index` gave."""
+        new = keys_and_values.reshape(-1, self._shape.head_dim)
+        self._flat[layer].index_copy_(0, index, new)
+
+    def decode_span(self, positions_B: Tensor, *, longest: int) -> Span:
+        """Decoding rows in slots 0..B-1, the last of them at position `longest` - 1."""
+        batch = len(positions_B)
+        length = self._padded(longest)
+        heads, groups = self._shape.num_kv_heads, self._shape.num_query_groups
+        may_look = self._may_look(positions_B, length)
+        mask = (
+            may_look[:, None, None]
+            .expand(-1, heads, groups, -1)
+            .reshape(batch * heads, groups, length)
+        )
+        if self._seen[:2] != (batch, length):
+            caches = self._cache.values[:, :, :batch, :, :length].flatten(2, 3)
+            self._seen = (batch, length, *self._per_layer(caches))
+        _, _, keys, values = self._seen
+        return Span(first=0, last=batch, mask=mask, keys=keys, values=values)
+
+    def chunk_span(self, chunk: Chunk, *, first: int) -> Span:
+        """A chunk whose tokens are the step's rows from `first` on."""
+        end = chunk.start + chunk.num_tokens
+        length = self._padded(end)
+        may_look = self._may_look(self._positions[chunk.start : end], length)
+        groups, heads = self._shape.num_query_groups, self._shape.num_kv_heads
+        mask = may_look.repeat_interleave(groups, dim=0).expand(heads, -1, -1)
+        keys, values = self._per_layer(self._cache.values[:, :, chunk.slot, :, :length])
+        return Span(first=first, last=first + chunk.num_tokens, mask=mask, keys=keys, values=values)
+
+    def attend(
+        self, layer: int, queries_T: Tensor, spans: Sequence[Span], *, is_decode: bool
+    ) -> Tensor:
+        """float32 [T, heads * D] from queries [T, heads, D]; rows of no span give 0."""
+        if is_decode and spans[0].last == len(queries_T):
+            return self._attend_decoding(layer, queries_T, spans[0])
+        attended_T = torch.zeros(len(queries_T), self._shape.num_heads * self._shape.head_dim)
+        for number, span in enumerate(spans):
+            rows = queries_T[span.first : span.last]
+            if is_decode and number == 0:
+                attended = self._attend_decoding(layer, rows, span)
+            else:
+                attended = self._attend_chunk(layer, rows, span)
+            attended_T[span.first : span.last] = attended
+        return attended_T
+
+    def _attend_decoding(self, layer: int, queries_B: Tensor, span: Span) -> Tensor:
+        queries = queries_B.reshape(len(span.mask), -1, self._shape.head_dim)
+        return self._softmax_product(layer, queries, span).view(len(queries_B), -1)
+
+    def _attend_chunk(self, layer: int, queries_N: Tensor, span: Span) -> Tensor:
+        num_tokens = len(queries_N)
+        groups, head_dim = self._shape.num_query_groups, self._shape.head_dim
+        # [N, kv * groups, D] -> [kv, N * groups, D] and back.
+        queries = queries_N.reshape(num_tokens, -1, groups, head_dim).transpose(0, 1)
+        queries = queries.reshape(-1, num_tokens * groups, head_dim)
+        attended = self._softmax_product(layer, queries, span)
+        attended = attended.view(-1, num_tokens, groups, head_dim).transpose(0, 1)
+        return attended.reshape(num_tokens, -1)
+
+    def _softmax_product(self, layer: int, queries: Tensor, span: Span) -> Tensor:
+        """softmax(mask + scale * queries keys) values, the probabilities in the kernel's format."""
+        scores = torch.baddbmm(span.mask, queries, span.keys[layer], alpha=self._scale)
+        values = span.values[layer]
+        if self._probability_dtype is None:
+            return torch.bmm(torch.softmax(scores, -1), values)
+        if self._probability_dtype == torch.bfloat16:
+            return torch.bmm(torch.softmax(scores, -1).bfloat16().float(), values)
+        # E4M3 has few small numbers, so the scale matters: kernels cast exp(score - max).
+        weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+        total = weights.sum(-1, keepdim=True)
+        return torch.bmm(weights.to(self._probability_dtype).float(), values).div_(total)
+
+    def _may_look(self, positions: Tensor, length: int) -> Tensor:
+        """0 up to each position and -inf beyond, [rows, length]."""
+        is_ahead = self._positions[:length] > positions[:, None]
+        return torch.where(is_ahead, self._masked, self._zero)
+
+    def _padded(self, length: int) -> int:
+        return -(-length // LENGTH_STEP) * LENGTH_STEP
+
+    @staticmethod
+    def _per_layer(caches: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Transposed keys, and values, of each layer; from [layers, 2, batch * heads, L, D]."""
+        keys = [layer.transpose(1, 2) for layer in caches[:, 0].unbind()]
+        return keys, caches[:, 1].unbind()
