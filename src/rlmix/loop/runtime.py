@@ -14,9 +14,9 @@ from pathlib import Path
 
 from rlmix.config.schema.train import TrainConfig
 from rlmix.launch.handle import Handle
-from rlmix.launch.process import ChildProcess
 from rlmix.launch.ray import RayCluster
 from rlmix.loop.canaries import CanaryReferences
+from rlmix.loop.router_process import RouterProcess
 from rlmix.loop.specs import trainer_spec, worker_spec
 from rlmix.loop.workers import WorkerPool
 from rlmix.observe.run_dir import RunDir
@@ -33,7 +33,6 @@ from rlmix.trainer.spec import TrainerSpec
 LOGICAL_CPUS = 64
 """What actors may ask of Ray in all. Ray only counts; the plan decides what fits the machine."""
 
-ROUTER_READY_S = 30.0
 SESSION_MARGIN_S = 60.0
 """Verdict and clean-up on top of a session's own time limit."""
 
@@ -60,14 +59,7 @@ class Runtime:
         self._exit.callback(os.environ.pop, TOKEN_VARIABLE, None)
         await asyncio.to_thread(reap, run.run_id, scratch)  # Of an attempt that was killed.
         self._exit.callback(reap, run.run_id, scratch)
-        ready_path = run.logs / "router.ready.json"
-        router = ChildProcess.start(
-            [word.replace("{ready_file}", str(ready_path)) for word in self._plan.router.argv],
-            name="router",
-            log_path=run.logs / "router.log",
-            env=self._plan.router.env,
-            ready_path=ready_path,
-        )
+        router = RouterProcess(self._plan.router, run)
         self._exit.push_async_callback(router.stop)
         # Ray wants the main thread for its signal handlers, and this blocks for some seconds;
         # the router starts meanwhile.
@@ -84,10 +76,10 @@ class Runtime:
             env=thread_limits(config.trainer.threads),
         )
         self._exit.callback(self.trainer.kill)
-        ready = await router.wait_ready(ROUTER_READY_S)
-        self.router = RouterAdmin(ready["url"], token=self._token)
+        url = await router.wait_ready()
+        self.router = RouterAdmin(url, token=self._token)
         self._exit.push_async_callback(self.router.close)
-        self.workers = self._start_workers(ready["url"], model_dir, scratch)
+        self.workers = self._start_workers(url, model_dir, scratch)
         self._exit.push_async_callback(self.workers.close)
 
     def start_fleet(self, spec: FleetSpec, *, held_version: Callable[[], int]) -> Fleet:

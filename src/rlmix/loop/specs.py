@@ -11,6 +11,10 @@ from rlmix.sessions.spec import SessionSpec
 from rlmix.sessions.worker import WorkerSpec
 from rlmix.trainer.spec import AlgoSpec, OptimizerSpec, TrainerSpec
 
+NUM_VERDICTS = 4
+"""At once in one worker. With fewer, sessions pile up before the verdict, engines run with small
+batches meanwhile, and small batches cost more per token."""
+
 VERDICT_TIMEOUT_S = 20.0
 """For the hidden tests of one task, which take about 0.05 s; a longer run is the agent's doing."""
 
@@ -73,7 +77,7 @@ def worker_spec(
         ),
         scratch_dir=str(scratch),
         allow_unisolated=sandbox.allow_unisolated,
-        num_verdicts=1,
+        num_verdicts=NUM_VERDICTS,
         verdict_timeout_s=VERDICT_TIMEOUT_S,
     )
 

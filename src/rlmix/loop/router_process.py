@@ -1,0 +1,70 @@
+"""The router's process, kept alive: when it dies it comes back at the same address.
+
+Sessions that were waiting for it end void and are sampled again; the fleet notices that the new
+router knows no replica and registers them all.
+"""
+
+import asyncio
+from urllib.parse import urlsplit
+
+from rlmix.core.errors import LaunchError
+from rlmix.launch.process import ChildProcess, describe_exit
+from rlmix.observe.run_dir import RunDir
+from rlmix.plan.runplan import RouterPlan
+
+READY_LIMIT_S = 30.0
+RESTART_DELAY_S = 0.5
+MAX_RESTARTS = 5
+"""In one run; a router that dies more often is broken, and its log says how."""
+
+
+class RouterProcess:
+    """Started on creation; `stop` ends it and its keeper."""
+
+    def __init__(self, plan: RouterPlan, run: RunDir) -> None:
+        self._plan = plan
+        self._run = run
+        self._port = "0"
+        self._process = self._start()
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def wait_ready(self) -> str:
+        """The router's URL, which stays the same over restarts."""
+        ready = await self._process.wait_ready(READY_LIMIT_S)
+        url = str(ready["url"])
+        self._port = str(urlsplit(url).port)
+        self._keeper = asyncio.create_task(self._keep(), name="router keeper")
+        return url
+
+    async def stop(self) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        await self._process.stop()
+
+    async def _keep(self) -> None:
+        for restart in range(1, MAX_RESTARTS + 1):
+            code = await self._process.wait_exit()
+            self._run.events.append(
+                "router_lost", f"ended with {describe_exit(code)}", restart=restart
+            )
+            await asyncio.sleep(RESTART_DELAY_S)
+            self._process = self._start()
+            try:
+                await self._process.wait_ready(READY_LIMIT_S)
+            except LaunchError as error:
+                self._run.events.append("router_failed", str(error))
+        await self._process.wait_exit()
+        self._run.events.append("router_retired", f"died more than {MAX_RESTARTS} times")
+
+    def _start(self) -> ChildProcess:
+        ready_path = self._run.logs / "router.ready.json"
+        argv = [word.replace("{ready_file}", str(ready_path)) for word in self._plan.argv]
+        argv[argv.index("--port") + 1] = self._port
+        return ChildProcess.start(
+            argv,
+            name="router",
+            log_path=self._run.logs / "router.log",
+            env=self._plan.env,
+            ready_path=ready_path,
+        )
