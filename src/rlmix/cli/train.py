@@ -45,10 +45,10 @@ def train(
     """Train a policy on mixed pools.
 
     Samples on every pool, corrects for the difference, steps, publishes, and repeats. Without
-    arguments: a whole run on this machine, about six minutes.
+    arguments: a whole run on this machine, with a closing evaluation.
 
     \b
-    rlmix train experiment=tiny                        a minute, two pools
+    rlmix train experiment=tiny                        short, two pools
     rlmix train loop.steps=3 pools.h100.weights=bf16   change values
     rlmix train pools=two algo=grpo                    choose files of conf/
     rlmix train pools.h100.replicas=2 --cfg plan       look before you start
