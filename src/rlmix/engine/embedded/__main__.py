@@ -20,7 +20,7 @@ from rlmix.engine.arguments import die_with_parent, numerics_of, server_parser
 
 PROG = "rlmix.engine.embedded"
 
-NICENESS = 5
+NICENESS = 10
 """An emulated accelerator takes cores that a real one would leave to the trainer, the sandboxes
 and the verdicts. Yielding to them keeps samples fresh, and requests that wait meanwhile form
 larger batches, which cost less per token."""
