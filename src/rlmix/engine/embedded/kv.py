@@ -54,6 +54,10 @@ class KvCache:
         """Fill positions from `start` with what `read` gave."""
         self.values[:, :, slot, :, start : start + values.shape[3]] = values
 
+    def clear(self, slot: int, *, num_tokens: int) -> None:
+        """Overwrite a slot's first tokens, which may not be finite."""
+        self.values[:, :, slot, :, :num_tokens] = 0
+
     @property
     def num_bytes(self) -> int:
         return self.values.numel() * self.values.element_size()

@@ -88,6 +88,8 @@ class Request:
         """Weight version that computed them."""
         self.num_cached = 0
         self.num_retractions = 0
+        self.is_broken = False
+        """Its logits were NaN or Inf."""
 
     @property
     def length(self) -> int:

@@ -38,6 +38,7 @@ class Sampler:
         broken = np.isnan(logprobs_RV[:, 0])
         if broken.any():
             for row in broken.nonzero()[0].tolist():
+                requests[row].is_broken = True
                 requests[row].finish_reason = {"type": "abort", "message": "logits are NaN or Inf"}
             logprobs_RV = np.where(broken[:, None], np.float32(0), logprobs_RV)
         ids = np.empty(len(requests), dtype=np.int64)

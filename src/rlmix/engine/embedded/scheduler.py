@@ -136,14 +136,19 @@ class Scheduler:
             return
         step, ending = self._plan_step()
         logits_RV = self._forward.logits(self.weights, step)
-        for chunk, request in zip(step.chunks, self._running[self._num_decoding :], strict=False):
-            self._advance_prompt(request, chunk)
+        for chunk in step.chunks:
+            self._running[chunk.slot].num_computed += chunk.num_tokens
         for request in self._running[: self._num_decoding]:
             request.num_computed += 1
         sampled = self._running[: self._num_decoding + ending]
         self._num_decoding += ending
         if sampled:
             self._sampler.sample(sampled, logits_RV, version=self.version)
+            for slot, request in enumerate(sampled):
+                if request.is_broken:
+                    self.cache.clear(slot, num_tokens=request.num_computed)
+                elif slot >= step.num_decoding:
+                    self._remember(request, slot)
             self._collect(sampled)
         self.stats.add_step(
             num_decoding=step.num_decoding,
@@ -218,11 +223,6 @@ class Scheduler:
         )
         return step, sum(chunk.needs_logits for chunk in chunks)
 
-    def _advance_prompt(self, request: Request, chunk: Chunk) -> None:
-        request.num_computed += chunk.num_tokens
-        if chunk.needs_logits:
-            self._remember(request, chunk.slot)
-
     def _collect(self, sampled: list[Request]) -> None:
         """Let finished requests go."""
         now_s = time.monotonic()
@@ -231,15 +231,15 @@ class Scheduler:
                 request.first_token_s = now_s
         for request in [r for r in sampled if r.finish_reason is not None]:
             assert request.finish_reason is not None
-            if request.finish_reason["type"] != "abort":
-                self._remember(request, self._running.index(request))
+            slot = self._running.index(request)
+            self._remember(request, slot)
             self._leave(request)
             self._finish(request, request.finish_reason)
 
     def _remember(self, request: Request, slot: int) -> None:
         """Keep a request's keys and values for whoever continues its context. Those that other
-        weights computed are of no use."""
-        if request.kv_version == self.version:
+        weights computed are of no use, nor are those that gave NaN."""
+        if request.kv_version == self.version and not request.is_broken:
             ids = request.ids(0, request.num_computed)
             self.prefixes.store(slot, ids, salt=request.salt)
             self.prefixes.shrink(self.max_total_tokens - self._committed_tokens)
