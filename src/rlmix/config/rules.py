@@ -109,7 +109,6 @@ RULES: dict[str, Rule] = {
     "loop.group_size": at_least(2),
     "loop.max_staleness": at_least(0),
     "loop.eval_tasks": at_least(0),
-    "loop.eval_every": at_least(0),
     "loop.checkpoint_every": at_least(1),
     "trainer.ranks": at_least(1),
     "trainer.lr": above(0),

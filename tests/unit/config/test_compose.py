@@ -168,8 +168,8 @@ def test_a_malformed_or_impossible_argument_is_told_with_its_remedy(text: str, s
 
 
 def test_a_value_may_refer_to_another_key() -> None:
-    config = load_config("train", ["loop.steps=9", "loop.eval_every=${loop.steps}"]).config
-    assert config.loop.eval_every == 9
+    config = load_config("train", ["loop.steps=9", "loop.checkpoint_every=${loop.steps}"]).config
+    assert config.loop.checkpoint_every == 9
 
 
 def test_values_that_nothing_sets_are_named_one_by_one() -> None:

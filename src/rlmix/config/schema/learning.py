@@ -14,8 +14,6 @@ class LoopConfig:
     """Versions that a group's oldest token may lie behind the trainer."""
     eval_tasks: int
     """Held-out tasks of an evaluation; 0 evaluates nothing."""
-    eval_every: int
-    """Steps between evaluations during training; 0 evaluates only at the end."""
     checkpoint_every: int
     """Steps between checkpoints; the last step always writes one."""
 
