@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from rlmix.sandbox.reap import run_folder
 
 RUN_LIMIT_S = 240
 
@@ -66,12 +69,18 @@ class RunningCommand:
                 found[process.pid] = process
         return list(found.values())
 
-    def assert_nothing_left(self, within_s: float = 20) -> None:
+    def assert_no_process_left(self, within_s: float = 20) -> None:
         deadline_s = time.monotonic() + within_s
         while left := self.marked_processes():
             if time.monotonic() > deadline_s:
                 pytest.fail(f"left behind: {[(p.pid, p.cmdline()[:6]) for p in left]}")
             time.sleep(0.2)
+
+    def assert_nothing_left(self) -> None:
+        """Neither processes nor sandbox folders."""
+        self.assert_no_process_left()
+        run_id = json.loads((self.path / "manifest.json").read_text())["run_id"]
+        assert not run_folder(Path(tempfile.gettempdir()), run_id).exists()
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -85,7 +94,8 @@ def start_run(tmp_path: Path) -> Iterator[Callable[..., RunningCommand]]:
     started: list[RunningCommand] = []
 
     def start(name: str, *arguments: str) -> RunningCommand:
-        command = [str(Path(sys.executable).with_name("rlmix")), "train", "experiment=tiny", f"run.dir={tmp_path}"]
+        rlmix = str(Path(sys.executable).with_name("rlmix"))
+        command = [rlmix, "train", "experiment=tiny", f"run.dir={tmp_path}"]
         if "--resume" not in arguments:
             command.append(f"run.name={name}")
         with (

@@ -95,7 +95,7 @@ def test_a_killed_run_is_resumed_with_its_version_and_task_order(start_run):
     first = start_run("r", "loop.steps=6")
     first.wait_until(lambda: len(first.rows()) >= 3, "third step")
     first.kill()
-    first.assert_nothing_left()
+    first.assert_no_process_left()
     before = first.rows()
 
     second = start_run("r2", "--resume", "r", "--json")
@@ -127,7 +127,8 @@ def test_a_killed_run_is_resumed_with_its_version_and_task_order(start_run):
     assert len(groups) == 6 * 2
     assert all(len(names) == 1 for names in groups.values())
     assert {name.split("r")[0] for name in groups} <= {f"g{index:06d}" for index in range(16)}
-    second.assert_nothing_left()
+    first.assert_nothing_left()
+    assert second.marked_processes() == []
 
 
 def test_ctrl_c_ends_after_the_step_with_130_and_the_run_can_go_on(start_run):
