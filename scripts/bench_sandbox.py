@@ -139,6 +139,7 @@ async def plain(folder: Path, repeats: int) -> dict[str, tuple[float, float]]:
         static=str(static),
         prefix=bubblewrap.interpreter_prefix(),
         limits=LIMITS,
+        is_root_outside=os.geteuid() == 0,
     )
     repo = folder / "repo"
     repo.mkdir()

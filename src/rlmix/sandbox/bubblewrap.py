@@ -77,12 +77,17 @@ def _hidden_folders(prefix: str) -> list[str]:
 
 # Every mount costs about 0.2 ms of CPU here, so there are few: /etc is a folder of ours, and
 # scratch lies below /tmp.
-def fixed_arguments(bwrap: str, *, static: str, prefix: str, limits: SandboxLimits) -> list[str]:
+def fixed_arguments(
+    bwrap: str, *, static: str, prefix: str, limits: SandboxLimits, is_root_outside: bool
+) -> list[str]:
     """Everything but the template; built once per launcher.
 
     Args:
         bwrap, static, prefix: program, shared files and interpreter as the launcher's children
             find them; the interpreter appears inside under its real path.
+        is_root_outside: no user id is dropped although the worker is root. Root owns the files
+            of /proc (sysctls, interrupts), and owning is enough to write them, so all of /proc
+            becomes read-only then.
     """
     inner_prefix = interpreter_prefix()
     disk = str(limits.disk_mib << 20)
@@ -107,6 +112,8 @@ def fixed_arguments(bwrap: str, *, static: str, prefix: str, limits: SandboxLimi
         args += ["--size", "4096", "--tmpfs", folder]
     args += ["--ro-bind", static, STATIC, "--symlink", f"{STATIC}/etc", "/etc"]
     args += ["--dir", "/sys", "--proc", "/proc", "--dev", "/dev"]
+    if is_root_outside:
+        args += ["--remount-ro", "/proc"]
     args += ["--size", str(SHM_BYTES), "--perms", "1777", "--tmpfs", "/dev/shm"]
     args += ["--remount-ro", "/dev"]
     for folder in (REPO, HOME):

@@ -7,6 +7,7 @@ Invariant: `close` leaves no process and no folder, however many sandboxes were 
 import asyncio
 import contextlib
 import shutil
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 from rlmix.core.errors import SandboxError
@@ -22,7 +23,7 @@ MAX_LAUNCHES = 5
 """A launcher that keeps dying is a fault to show, not to hide."""
 
 
-class LaunchedBackend:
+class LaunchedBackend(ABC):
     """Base of the local backends. A subclass says how one sandbox is started and cleaned up."""
 
     name: str
@@ -44,13 +45,14 @@ class LaunchedBackend:
 
     # --- what a subclass adds
 
-    async def _after_launch(self) -> None:
+    async def _after_launch(self) -> None:  # noqa: B027
         """Prepare a fresh launcher."""
 
+    @abstractmethod
     def _placement(self, template: RepositoryTemplate, uid: int | None) -> Placement:
-        raise NotImplementedError
+        """How one sandbox of `template` is started under `uid`."""
 
-    def _clean(self, placement: Placement) -> None:
+    def _clean(self, placement: Placement) -> None:  # noqa: B027  (most have nothing to do)
         """Remove what one ended sandbox left on this machine."""
 
     # --- shared

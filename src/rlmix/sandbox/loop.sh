@@ -55,11 +55,13 @@ capture() {
   local kind=${1%% *} commit=${1##* }
   if [[ $kind = repair ]]; then
     chmod -R u+rwX "$repo"
-    rm -rf -- "$scratch"/* "$home"/*
+    find "$home" "$scratch" -mindepth 1 -maxdepth 1 ! -path "$scratch" -exec rm -rf {} +
   fi
-  cd "$repo" || exit
-  git read-tree "$commit" && git add -A . &&
-    exec git diff --cached --binary --full-index --no-renames --no-ext-diff --no-textconv \
+  exec 2>"$scratch/errors"
+  cd "$repo" && git read-tree "$commit" && git add -A . || exit
+  # A warning means that git passed something over, such as a folder it may not read.
+  [[ $kind = plain && -s $scratch/errors ]] && exit 1
+  exec git diff --cached --binary --full-index --no-renames --no-ext-diff --no-textconv \
       --no-color --src-prefix=a/ --dst-prefix=b/ "$commit" --
 }
 
@@ -92,7 +94,7 @@ while IFS= read -r -d '' -u 3 verb && IFS= read -r -d '' -u 3 text; do
     ;;
   capture)
     stop
-    capture "$text" </dev/null 3<&- 2>"$scratch/errors" &
+    capture "$text" </dev/null 3<&- &
     ;;
   errors)
     head -c 2000 "$scratch/errors" </dev/null 3<&- 2>&1 &

@@ -4,6 +4,7 @@ Invariant: as root, nothing of a sandbox runs under root's id outside, unless th
 other way; then `warnings` says so.
 """
 
+import os
 import platform
 from pathlib import Path
 
@@ -74,7 +75,11 @@ class NamespaceBackend(LaunchedBackend):
             prefix, scratch = f"{STAGE}/prefix", Path(STAGE, "scratch")
         self._scratch = scratch
         self._fixed = bubblewrap.fixed_arguments(
-            bwrap, static=f"{scratch}/static", prefix=prefix, limits=self._limits
+            bwrap,
+            static=f"{scratch}/static",
+            prefix=prefix,
+            limits=self._limits,
+            is_root_outside=os.geteuid() == 0 and not self._uids.drops,
         )
 
     def _placement(self, template: RepositoryTemplate, uid: int | None) -> Placement:

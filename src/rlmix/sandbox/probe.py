@@ -14,13 +14,16 @@ from rlmix.sandbox.protocol import Sandbox
 NAMESPACES = ("user", "mnt", "pid", "net", "ipc", "uts")
 PROBE_TIMEOUT_S = 20.0
 
-# Each line prints one word when the attempt succeeds; silence is isolation.
+# Each line prints one word when the attempt succeeds; silence is isolation. Nothing here changes
+# the host where isolation fails: files are opened for appending and nothing is written.
 ATTEMPTS = """
 exec 2>/dev/null
-for path in /usr /etc / /sys /proc/sys/kernel /dev; do
-  (: >"$path/rlmix-probe") && echo "wrote:$path"
+for path in /usr /etc / /sys /dev; do
+  [[ -w $path ]] && echo "writable:$path"
 done
-(echo 1 >/proc/sys/kernel/printk) && echo "wrote:sysctl"
+for path in /proc/sys/kernel/printk /proc/sysrq-trigger /proc/irq/*/smp_affinity; do
+  [[ -e $path ]] && (: >>"$path") && echo "writable:$path"
+done
 mount -o remount,bind,rw /usr && echo "remounted:/usr"
 unshare -Ur true && echo "namespace:user"
 (exec 5<>/dev/tcp/192.0.2.1/9) && echo "connected:outside"
@@ -69,9 +72,8 @@ def outside_faults(pid: int, *, drops_uid: bool) -> list[str]:
     return faults
 
 
-def explain(text: str) -> str:
-    """The fix for a machine that refuses sandboxes, from bubblewrap's own words and /proc."""
-    sysctl = Path("/proc/sys")
+def explain(text: str, sysctl: Path = Path("/proc/sys")) -> str:
+    """The fix for a machine that refuses sandboxes, from bubblewrap's own words and sysctls."""
     if _is(sysctl / "kernel/apparmor_restrict_unprivileged_userns", "1"):
         return (
             "AppArmor forbids unprivileged user namespaces here (stock Ubuntu 23.10 and later); "

@@ -109,8 +109,9 @@ def checked_path(path: str) -> str:
 class TemplateStore:
     """Templates of one process, by content. Oldest unused ones are removed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, max_templates: int = MAX_TEMPLATES) -> None:
         self._folder = folder
+        self._max_templates = max_templates
         self._known: OrderedDict[str, asyncio.Task[RepositoryTemplate]] = OrderedDict()
         self._users: dict[Path, int] = {}
 
@@ -140,7 +141,7 @@ class TemplateStore:
 
     def _trim(self) -> None:
         for key, task in list(self._known.items()):
-            if len(self._known) <= MAX_TEMPLATES:
+            if len(self._known) <= self._max_templates:
                 return
             if not task.done() or task.cancelled() or task.exception():
                 continue

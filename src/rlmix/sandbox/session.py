@@ -359,7 +359,7 @@ class ShellSandbox:
             sandbox_lost=answer is None,
         )
 
-    async def capture_diff(self) -> bytes:
+    async def capture_diff(self, max_bytes: int = MAX_DIFF_BYTES) -> bytes:
         # The second try takes back unreadable modes and clears a full scratch folder.
         for kind in ("plain", "repair"):
             chunks: list[bytes] = []
@@ -368,14 +368,14 @@ class ShellSandbox:
                 f"{kind} {self._place.base_commit}".encode(),
                 timeout_s=CAPTURE_TIMEOUT_S,
                 sink=chunks.append,
-                room_bytes=MAX_DIFF_BYTES,
+                room_bytes=max_bytes,
             )
             if answer is None:
                 raise WorkTreeError("diff: the agent ended its sandbox; nothing to record")
             if call.timed_out:
                 raise WorkTreeError(f"diff: not recorded within {CAPTURE_TIMEOUT_S:g} s")
             if call.flooded:
-                raise WorkTreeError(f"diff: larger than {MAX_DIFF_BYTES >> 20} MiB")
+                raise WorkTreeError(f"diff: larger than {max_bytes} bytes")
             if answer[0] == 0:
                 return b"".join(chunks)
         ring = OutputRing(500)

@@ -8,6 +8,7 @@ fault that the agent cannot have caused makes the session void; everything else 
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from rlmix.core.errors import DataError, EngineError, SandboxError
 from rlmix.core.task import PublicTask
@@ -147,7 +148,7 @@ class _Session:
         else:
             self.format_errors = 0
             result = await self._run_command(command)
-            self.turns[-1] = _with(
+            self.turns[-1] = replace(
                 turn, exit_code=result.exit_code, tool_s=time.monotonic() - started_s
             )
         if result.submitted:
@@ -168,7 +169,7 @@ class _Session:
             raise _Ended(StopReason.TOKEN_LIMIT)
         if self.format_errors >= MAX_FORMAT_ERRORS:
             raise _Ended(StopReason.FORMAT_ERROR)
-        self.turns[-1] = _with(self.turns[-1], observation_ids=tuple(seen))
+        self.turns[-1] = replace(self.turns[-1], observation_ids=tuple(seen))
         self.ids += seen
 
     async def _ask_engine(self) -> Generation:
@@ -323,9 +324,3 @@ def _format_error(answer: Generation, max_turn_tokens: int) -> str:
     if answer.finish_reason == "length":
         return f"[cut off after {len(answer.output_ids)} tokens; write one shorter command]\n"
     return "[no command found; write one bash command]\n"
-
-
-def _with(turn: Turn, **changes: object) -> Turn:
-    from dataclasses import replace
-
-    return replace(turn, **changes)  # type: ignore[arg-type]
