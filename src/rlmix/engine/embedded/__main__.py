@@ -15,8 +15,9 @@ import sys
 import time
 from pathlib import Path
 
-from rlmix.core.errors import ExitCode, RlmixError
+from rlmix.core.errors import ConfigError, ExitCode, RlmixError
 from rlmix.engine.arguments import die_with_parent, numerics_of, server_parser
+from rlmix.engine.embedded.profile import Profile
 
 PROG = "rlmix.engine.embedded"
 
@@ -36,29 +37,33 @@ def main(argv: list[str] | None = None) -> int:
         level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
     )
     try:
-        _check(arguments)
-        asyncio.run(_serve(arguments, started_s=started_s))
+        profile = _check(arguments)
+        asyncio.run(_serve(arguments, profile, started_s=started_s))
     except RlmixError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return ExitCode.BAD_REQUEST
     return ExitCode.GOOD
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    from rlmix.core.errors import ConfigError
-
+def _check(arguments: argparse.Namespace) -> Profile:
     if not Path(arguments.model_path).is_dir():
         raise ConfigError(f"--model-path {arguments.model_path} is not a folder")
     if arguments.max_running_requests < 1:
         raise ConfigError(f"--max-running-requests {arguments.max_running_requests}; at least 1")
     if not str(arguments.weight_version).isdecimal():
         raise ConfigError(f"--weight-version {arguments.weight_version}; give a decimal number")
+    return Profile(
+        accelerator=arguments.accelerator,
+        weights=arguments.weights,
+        activations=arguments.activations,
+        kv=arguments.kv,
+        attention=arguments.attention,
+    )
 
 
-async def _serve(arguments: argparse.Namespace, *, started_s: float) -> None:
+async def _serve(arguments: argparse.Namespace, profile: Profile, *, started_s: float) -> None:
     import torch
 
-    from rlmix.engine.embedded.profile import Profile
     from rlmix.engine.embedded.scheduler import Scheduler
     from rlmix.engine.embedded.server import EmbeddedServer
     from rlmix.engine.embedded.shape import read_shape
@@ -67,13 +72,6 @@ async def _serve(arguments: argparse.Namespace, *, started_s: float) -> None:
 
     torch.set_num_threads(1)
     folder = Path(arguments.model_path)
-    profile = Profile(
-        accelerator=arguments.accelerator,
-        weights=arguments.weights,
-        activations=arguments.activations,
-        kv=arguments.kv,
-        attention=arguments.attention,
-    )
     numerics = numerics_of(arguments, engine="embedded")
     shape = read_shape(read_config(folder))
     context_length = min(arguments.context_length or shape.context_length, shape.context_length)

@@ -51,7 +51,7 @@ class Attention:
         self._shape = shape
         self._cache = cache
         self._scale = shape.head_dim**-0.5
-        self._probability_dtype = profile.probability_dtype
+        self._probability_format = profile.probability_format
         self._positions = torch.arange(cache.capacity)
         self._zero, self._masked = torch.tensor(0.0), torch.tensor(float("-inf"))
         self._flat = [layer.view(-1, shape.head_dim) for layer in cache.values]
@@ -123,14 +123,14 @@ class Attention:
         """softmax(mask + scale * queries keys) values, the probabilities in the kernel's format."""
         scores = torch.baddbmm(span.mask, queries, span.keys[layer], alpha=self._scale)
         values = span.values[layer]
-        if self._probability_dtype is None:
+        if self._probability_format == "fp32":
             return torch.bmm(torch.softmax(scores, -1), values)
-        if self._probability_dtype == torch.bfloat16:
+        if self._probability_format == "bf16":
             return torch.bmm(torch.softmax(scores, -1).bfloat16().float(), values)
         # E4M3 has few small numbers, so the scale matters: kernels cast exp(score - max).
         weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
         total = weights.sum(-1, keepdim=True)
-        return torch.bmm(weights.to(self._probability_dtype).float(), values).div_(total)
+        return torch.bmm(weights.to(torch.float8_e4m3fn).float(), values).div_(total)
 
     def _may_look(self, positions: Tensor, length: int) -> Tensor:
         """0 up to each position and -inf beyond, [rows, length]."""

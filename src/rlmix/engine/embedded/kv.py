@@ -5,6 +5,7 @@ changes no bit and spares every decode step the conversion. Invariant: whatever 
 request's length is finite, so a masked position contributes exactly 0.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,14 +23,20 @@ class KvCache:
         self.capacity = -(-context_length // LENGTH_STEP) * LENGTH_STEP
         self.num_slots = num_slots
         self._kv_heads = shape.num_kv_heads
-        # zeros() maps pages on first write only, so unused slots cost no memory.
-        self.values = torch.zeros(
-            shape.num_layers,
-            2,
-            num_slots + 1,
-            shape.num_kv_heads,
-            self.capacity,
-            shape.head_dim,
+        # numpy asks the system for zero pages, which cost no memory until they are written;
+        # torch.zeros would write them all.
+        self.values = torch.from_numpy(
+            np.zeros(
+                (
+                    shape.num_layers,
+                    2,
+                    num_slots + 1,
+                    shape.num_kv_heads,
+                    self.capacity,
+                    shape.head_dim,
+                ),
+                dtype=np.float32,
+            )
         )
         """float32 [layers, keys/values, slots + 1, kv heads, positions, head dim]."""
         heads = torch.arange(shape.num_kv_heads) * self.capacity

@@ -7,11 +7,12 @@ arithmetic every profile computes the same function.
 """
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from rlmix.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ACTIVATIONS = ("bf16", "fp32")
 KV_FORMATS = ("bf16", "fp8", "fp32")
@@ -60,15 +61,15 @@ class Profile:
         return self.kv == "fp8" and self.attention in QUERY_FP8_BACKENDS
 
     @property
-    def probability_dtype(self) -> torch.dtype | None:
-        """Format of exp(score - max) when it meets the values; None for float32."""
-        if self.rounds_query_to_fp8:
-            return torch.float8_e4m3fn
-        return torch.bfloat16 if self.activations == "bf16" else None
+    def probability_format(self) -> str:
+        """Format of the attention probabilities when they meet the values: fp8, bf16 or fp32."""
+        return "fp8" if self.rounds_query_to_fp8 else self.activations
 
-    def channel_order(self, num_channels: int) -> Tensor | None:
+    def channel_order(self, num_channels: int) -> "Tensor | None":
         """int64 permutation in which channels are stored, so that dot products over them add in
         this order; None to keep them as they are."""
+        import torch
+
         splits = SPLITS[self.accelerator]
         if splits == 1 or num_channels % splits:
             return None
