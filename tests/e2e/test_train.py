@@ -46,7 +46,7 @@ RUN_FILES = (
 def test_a_run_survives_a_killed_engine_and_leaves_its_records_and_nothing_else(start_run):
     run = start_run("x", "loop.steps=4", "loop.eval_tasks=8", "--json")
     run.wait_until(lambda: len(run.rows()) >= 1, "first step")
-    victim = json.loads((run.path / "logs" / "engine-b200-0.ready.json").read_text())
+    victim = json.loads((run.path / "ready" / "b200-0.json").read_text())
     os.kill(victim["pid"], signal.SIGKILL)
     code, stdout = run.finish()
     assert code == 0, run.stderr()

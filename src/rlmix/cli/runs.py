@@ -28,8 +28,13 @@ Output = Annotated[
 @app.callback()
 def runs(context: typer.Context, directory: RunsDir = None, as_json: AsJson = False) -> None:
     """List, show, stop and report runs; without a command: list."""
-    if context.invoked_subcommand is None:
+    command = context.invoked_subcommand
+    if command is None:
         list_runs(directory=directory, as_json=as_json)
+    elif directory is not None or as_json:
+        raise typer.BadParameter(
+            f"options go behind the command: rlmix runs {command} --dir DIR --json"
+        )
 
 
 @app.command("list")

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlmix.config.schema.train import TrainConfig
+from rlmix.loop.router_process import READY_FOLDER
 from rlmix.model.chat import ChatRenderer
 from rlmix.observe.run_dir import RunDir
 from rlmix.plan.runplan import PoolPlan, RunPlan
@@ -67,7 +68,7 @@ def _replica(
         argv=planned.argv,
         env=planned.env,
         log_path=run.logs / f"engine-{planned.name}.log",
-        ready_path=run.logs / f"engine-{planned.name}.ready.json",
+        ready_path=run.path / READY_FOLDER / f"{planned.name}.json",
         expected={
             "accelerator": pool.accelerator,
             "weights": pool.weights,

@@ -12,6 +12,9 @@ from rlmix.launch.process import ChildProcess, describe_exit
 from rlmix.observe.run_dir import RunDir
 from rlmix.plan.runplan import RouterPlan
 
+READY_FOLDER = "ready"
+"""Folder of the run in which servers say that they serve, and where."""
+
 READY_LIMIT_S = 30.0
 RESTART_DELAY_S = 0.5
 MAX_RESTARTS = 5
@@ -58,7 +61,7 @@ class RouterProcess:
         self._run.events.append("router_retired", f"died more than {MAX_RESTARTS} times")
 
     def _start(self) -> ChildProcess:
-        ready_path = self._run.logs / "router.ready.json"
+        ready_path = self._run.path / READY_FOLDER / "router.json"
         argv = [word.replace("{ready_file}", str(ready_path)) for word in self._plan.argv]
         argv[argv.index("--port") + 1] = self._port
         return ChildProcess.start(

@@ -94,3 +94,9 @@ def test_an_unknown_run_is_a_wrong_request_that_names_a_likely_one(root: Path, r
     done = rlmix("runs", "show", "olf")
     assert done.returncode == 2
     assert "there is old" in done.stderr
+
+
+def test_options_before_the_command_are_refused_and_not_ignored(root: Path, rlmix: Run) -> None:
+    result = rlmix("runs", "--dir", str(root), "list")
+    assert result.returncode == 2
+    assert "rlmix runs list --dir DIR" in result.stderr
