@@ -73,12 +73,21 @@ def run_training(
         run = RunDir.open(find_run(root, resume))
     with run:
         training = _Training(plan, config, run, is_resumed=resume is not None, as_json=as_json)
-        exit_reason = asyncio.run(training.main())
-        summary = training.summarize(exit_reason, wall_s=time.monotonic() - started_s)
-        run.write_summary(summary.to_dict())
-        write_report(run.path)
-        run.close(exit_reason)
-    return summary
+
+        def finish(exit_reason: str) -> TrainSummary:
+            summary = training.summarize(exit_reason, wall_s=time.monotonic() - started_s)
+            run.write_summary(summary.to_dict())
+            write_report(run.path)
+            run.close(exit_reason)
+            return summary
+
+        try:
+            exit_reason = asyncio.run(training.main())
+        except RlmixError as error:
+            finish("failed")
+            hint = f"to go on from the newest checkpoint: rlmix train --resume {run.name}"
+            raise type(error)(f"{error}\n{hint}; what happened: {run.path}/events.jsonl") from error
+        return finish(exit_reason)
 
 
 class _Training:
