@@ -37,6 +37,7 @@ class LauncherLink:
         self._ended: dict[int, Callable[[int | None], None]] = {}
         self._staged: asyncio.Future[dict[str, object]] | None = None
         self._next_id = 0
+        self._sending = asyncio.Lock()
         self.closed = asyncio.Event()
 
     @property
@@ -99,17 +100,18 @@ class LauncherLink:
         if len(packet) > MAX_PACKET_BYTES:
             raise SandboxError(f"sandbox: request of {len(packet)} bytes; at most 131072")
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        while True:
-            if self._sock is None or self.closed.is_set():
-                raise SandboxError("sandbox: the launcher process has ended; see the worker's log")
-            try:
-                self._sock.sendmsg([packet], rights)
-                return
-            except BlockingIOError:
-                await self._writable()
-            except OSError as error:
-                self._hang_up()
-                raise SandboxError(f"sandbox: the launcher process has ended ({error})") from None
+        async with self._sending:  # One at a time waits for room in the socket.
+            while True:
+                if self._sock is None or self.closed.is_set():
+                    raise SandboxError("sandbox: the launcher process ended; see the worker's log")
+                try:
+                    self._sock.sendmsg([packet], rights)
+                    return
+                except BlockingIOError:
+                    await self._writable()
+                except OSError as error:
+                    self._hang_up()
+                    raise SandboxError(f"sandbox: the launcher process ended: {error}") from None
 
     async def _writable(self) -> None:
         assert self._sock is not None

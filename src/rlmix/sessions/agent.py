@@ -162,7 +162,7 @@ class _Session:
             result.exit_code, result.output, ended_with_stop=ended_with_stop
         )
         if time.monotonic() >= self.deadline_s:
-            raise _Ended(StopReason.TIME_LIMIT)
+            raise self._out_of_time(0.0)
         if len(self.turns) >= self.spec.max_turns:
             raise _Ended(StopReason.TURN_LIMIT)
         if len(self.ids) + len(seen) + MIN_TURN_TOKENS > self.spec.max_context_tokens:
@@ -203,7 +203,7 @@ class _Session:
             raise _Ended(StopReason.ENGINE_LOST, str(error)) from None
 
     def _out_of_time(self, waited_s: float) -> _Ended:
-        """Time ran out in the engine's hands: whose fault is that?
+        """Time ran out: whose fault is that?
 
         The agent's when its own commands took the larger part of the session; ours when waiting
         for tokens did, and then a 0 would teach the policy about our load.

@@ -41,6 +41,13 @@ def processes_with(word: str) -> list[int]:
     return found
 
 
+async def until_started(word: str) -> None:
+    """Wait until a process with `word` in its command line lives on this machine."""
+    async with asyncio.timeout(20):
+        while not processes_with(word):
+            await asyncio.sleep(0.02)
+
+
 def test_a_command_sees_the_repository_and_its_exit_code_and_both_streams(lab: Lab) -> None:
     (result,) = lab.run("cat a.py; echo oops >&2; exit 3")
     assert (result.exit_code, result.output) == (3, "x = 2\noops\n")
@@ -227,8 +234,9 @@ def test_the_first_process_survives_what_an_agent_sends_it(lab: Lab) -> None:
 def test_a_sandbox_ended_from_inside_is_the_agents_doing(lab: Lab) -> None:
     async def scenario() -> None:
         sandbox = await lab.backend.create(await lab.backend.prepare(HISTORY))
-        running = asyncio.create_task(sandbox.run("echo before; sleep 30"))
-        await asyncio.sleep(0.3)
+        word = f"31975.{os.getpid()}"
+        running = asyncio.create_task(sandbox.run(f"echo before; sleep {word}"))
+        await until_started(word)
         os.kill(sandbox.pid, signal.SIGKILL)  # As if the command had ended the first process.
         result = await running
         assert result.sandbox_lost
@@ -262,8 +270,7 @@ def test_a_cancelled_command_leaves_no_process_after_destroy(lab: Lab) -> None:
     async def scenario() -> None:
         sandbox = await lab.backend.create(await lab.backend.prepare(HISTORY))
         running = asyncio.create_task(sandbox.run(f"setsid sleep {word} & sleep {word}"))
-        await asyncio.sleep(0.3)
-        assert processes_with(word)
+        await until_started(word)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
@@ -274,7 +281,7 @@ def test_a_cancelled_command_leaves_no_process_after_destroy(lab: Lab) -> None:
     assert processes_with(word) == []
 
 
-def test_forty_sandboxes_at_once_work_and_go(lab: Lab) -> None:
+def test_150_sandboxes_at_once_work_and_go(lab: Lab) -> None:
     async def one(number: int) -> str:
         sandbox = await lab.backend.create(await lab.backend.prepare(HISTORY))
         try:
@@ -283,9 +290,9 @@ def test_forty_sandboxes_at_once_work_and_go(lab: Lab) -> None:
             await sandbox.destroy()
 
     async def scenario() -> list[str]:
-        return await asyncio.gather(*(one(number) for number in range(40)))
+        return await asyncio.gather(*(one(number) for number in range(150)))
 
-    assert lab.do(scenario()) == [f"{number}\n" for number in range(40)]
+    assert lab.do(scenario()) == [f"{number}\n" for number in range(150)]
 
 
 def test_the_launchers_death_is_a_fault_and_the_next_sandbox_gets_a_new_one(lab: Lab) -> None:
@@ -294,7 +301,7 @@ def test_the_launchers_death_is_a_fault_and_the_next_sandbox_gets_a_new_one(lab:
     async def scenario() -> None:
         sandbox = await lab.backend.create(await lab.backend.prepare(HISTORY))
         running = asyncio.create_task(sandbox.run(f"sleep {word}"))
-        await asyncio.sleep(0.3)
+        await until_started(word)
         os.kill(lab.backend._link.pid, signal.SIGKILL)
         with pytest.raises(SandboxError, match="launcher process ended"):
             await running
