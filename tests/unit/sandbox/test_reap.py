@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from rlmix.sandbox.link import RUN_MARK
 from rlmix.sandbox.reap import marked_processes, reap, run_folder
 
-from .test_session import processes_with
+from .test_session import gone, processes_with
 
 WORKER = """
 import asyncio, sys
@@ -39,13 +38,6 @@ asyncio.run(main())
 """
 
 
-def wait_until_gone(*words: str) -> None:
-    deadline = time.monotonic() + 10
-    while any(map(processes_with, words)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert [processes_with(word) for word in words] == [[] for _ in words]
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_survives_a_killed_worker(tmp_path: Path, how: signal.Signals) -> None:
     run_id, word = f"reap{os.getpid()}{how.name}", f"64208.{os.getpid()}{int(how)}"
@@ -62,7 +54,7 @@ def test_nothing_survives_a_killed_worker(tmp_path: Path, how: signal.Signals) -
     worker.send_signal(how)
     worker.wait(10)
     worker.stdout.close()
-    wait_until_gone(word)
+    assert gone(word)
     assert run_folder(tmp_path, run_id).is_dir()
     reap(run_id, tmp_path)
     assert list(tmp_path.iterdir()) == []

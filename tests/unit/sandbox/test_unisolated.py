@@ -7,7 +7,7 @@ from pathlib import Path
 from rlmix.sandbox.backend import open_backend
 
 from .conftest import HISTORY, LIMITS
-from .test_session import processes_with
+from .test_session import gone
 
 
 def test_commands_time_outs_diffs_and_cleaning_work_without_isolation(tmp_path: Path) -> None:
@@ -24,11 +24,11 @@ def test_commands_time_outs_diffs_and_cleaning_work_without_isolation(tmp_path: 
         assert Path(home).parent == Path(folder).parent
         slow = await sandbox.run(f"echo a; sleep {word}", timeout_s=0.3)
         assert (slow.exit_code, slow.timed_out, slow.output[:2]) == (124, True, "a\n")
-        assert processes_with(word) == []
+        assert gone(word)
         await sandbox.run(f"setsid sleep {word} & true")
         assert b"+3\n" in await sandbox.capture_diff()
         await sandbox.destroy()
-        assert processes_with(word) == []
+        assert gone(word)
         assert not Path(folder).exists()
         await backend.close()
 
