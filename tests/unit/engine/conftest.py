@@ -99,10 +99,10 @@ def running_server(folder, ready_file: Path, *, weights="bf16", **options):
         argv += [f"--{name.replace('_', '-')}", str(value)]
     process = subprocess.Popen(argv, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while not ready_file.exists():
             assert process.poll() is None, "the server ended before it was ready"
-            assert time.monotonic() < deadline, "the server was not ready after 60 s"
+            assert time.monotonic() < deadline, "the server was not ready after 180 s"
             time.sleep(0.02)
         yield json.loads(ready_file.read_text())["url"], process
     finally:

@@ -118,8 +118,8 @@ def test_sigterm_ends_the_server_with_exit_code_0(view_folders, tmp_path, start_
     with start_server(view_folders["bf16", 0], tmp_path / "ready.json") as (_, process):
         started_s = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
-        assert time.monotonic() - started_s < 5
+        assert process.wait(60) == 0
+        assert time.monotonic() - started_s < 30
 
 
 def test_the_server_dies_with_a_parent_that_was_killed(tmp_path):
@@ -136,7 +136,7 @@ def test_the_server_dies_with_a_parent_that_was_killed(tmp_path):
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     child = psutil.Process(int(parent.stdout.readline()))
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not ready.exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -171,7 +171,7 @@ def test_a_wrong_argument_ends_the_process_with_exit_code_2_and_the_reason(
     argv = [sys.executable, "-m", "rlmix.engine.embedded"]
     for name, value in flags.items():
         argv += [f"--{name.replace('_', '-')}", value]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=180)
     assert done.returncode == 2
     assert text in done.stderr
     assert "Traceback" not in done.stderr
