@@ -10,6 +10,7 @@ from rlmix.observe.trajectories import read_trajectories
 
 pytestmark = pytest.mark.slow
 
+STEPS = 40
 METRIC_KEYS = (
     "step",
     "loss/policy",
@@ -44,7 +45,8 @@ RUN_FILES = (
 
 
 def test_a_run_survives_a_killed_engine_and_leaves_its_records_and_nothing_else(start_run):
-    run = start_run("x", "loop.steps=4", "loop.eval_tasks=8", "--json")
+    # Long enough for a replacement to boot while steps go on without it.
+    run = start_run("x", f"loop.steps={STEPS}", "loop.eval_tasks=8", "--json")
     run.wait_until(lambda: len(run.rows()) >= 1, "first step")
     victim = json.loads((run.path / "ready" / "b200-0.json").read_text())
     os.kill(victim["pid"], signal.SIGKILL)
@@ -54,7 +56,7 @@ def test_a_run_survives_a_killed_engine_and_leaves_its_records_and_nothing_else(
     document = json.loads(stdout)
     assert document["run"] == "x"
     assert document["run_dir"] == str(run.path)
-    assert document["steps"] == 4
+    assert document["steps"] == STEPS
     assert document["wall_s"] > 0
     assert document["cost_usd"] > 0
     assert 0 <= document["reward_first"] <= 1
@@ -63,7 +65,7 @@ def test_a_run_survives_a_killed_engine_and_leaves_its_records_and_nothing_else(
 
     assert all((run.path / name).exists() for name in RUN_FILES)
     rows = run.rows()
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for key in METRIC_KEYS:
         assert all(key in row for row in rows), key
     for pool in ("b200", "a100"):
@@ -81,7 +83,7 @@ def test_a_run_survives_a_killed_engine_and_leaves_its_records_and_nothing_else(
         for file in sorted((run.path / "trajectories").glob("step_*.jsonl"))
         for trajectory in read_trajectories(file)
     ]
-    assert len(sessions) == 4 * 8
+    assert len(sessions) == STEPS * 8
     assert len({session.session_id for session in sessions}) == len(sessions)
     turns = [turn for session in sessions for turn in session.turns]
     assert {turn.pool for turn in turns} == {"b200", "a100"}
