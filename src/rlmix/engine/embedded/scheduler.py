@@ -95,13 +95,21 @@ class Scheduler:
         self._waiting.append(request)
 
     def abort(self, rid: str | None, *, message: str = "Aborted") -> None:
-        """End one request, or all with None; an unknown rid is nobody's fault."""
-        for request in [r for r in self._waiting if rid is None or r.rid == rid]:
+        """End the requests of one id, or all with None; an unknown id is nobody's fault."""
+        for request in [*self._waiting, *self._running]:
+            if rid is None or request.rid == rid:
+                self.drop(request, message=message)
+
+    def drop(self, request: Request, *, message: str) -> None:
+        """End one request now, wherever it is; nothing happens when it has ended."""
+        if request in self._waiting:
             self._waiting.remove(request)
-            self._finish(request, {"type": "abort", "message": "Abort in waiting queue"})
-        for request in [r for r in self._running if rid is None or r.rid == rid]:
+            message = "Abort in waiting queue"
+        elif request in self._running:
             self._leave(request)
-            self._finish(request, {"type": "abort", "message": message})
+        else:
+            return
+        self._finish(request, {"type": "abort", "message": message})
 
     def pause(self, mode: str) -> None:
         """Stop stepping. `abort` ends all requests, `retract` sends the running ones back to the

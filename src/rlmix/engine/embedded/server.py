@@ -131,8 +131,10 @@ class EmbeddedServer:
 
     async def _generate(self, call: Call) -> web.StreamResponse:
         scheduler = self._scheduler
-        minimum = call.headers.get(MIN_VERSION_HEADER)
-        if minimum is not None and scheduler.version < int(minimum):
+        minimum = call.headers.get(MIN_VERSION_HEADER, "0")
+        if not minimum.isdecimal():
+            raise RequestError(400, f"{MIN_VERSION_HEADER}: {minimum!r} is not a decimal version")
+        if scheduler.version < int(minimum):
             raise RequestError(409, f"version {scheduler.version} is older than {minimum}")
         body = await call.json()
         number = next(self._numbers)
@@ -152,8 +154,7 @@ class EmbeddedServer:
         try:
             await done
         except asyncio.CancelledError:
-            # The client left: free its slot at once.
-            scheduler.abort(request.rid)
+            scheduler.drop(request, message="the client left")
             raise
         return reply_json(request.document(weight_version=scheduler.version), headers=self._headers)
 
