@@ -54,6 +54,19 @@ def test_every_bf16_number_goes_to_a_nearest_e4m3_number():
     assert (np.signbit(got) == np.signbit(values)).all()
 
 
+def test_the_float32_path_rounds_like_the_cast_on_every_bf16_number_and_on_ties():
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    values = bits[torch.isfinite(bits)].float()
+    grid = torch.from_numpy(e4m3_grid()).float()
+    ties = (grid[1:] + grid[:-1]) / 2
+    near_ties = torch.cat([torch.nextafter(ties, grid[1:]), torch.nextafter(ties, grid[:-1])])
+    for numbers in (values, ties, -ties, near_ties):
+        expected = fp8.saturating_cast(numbers).float()
+        got = fp8.fake_quantize_kv(numbers)
+        assert torch.equal(got, expected)
+        assert torch.equal(torch.signbit(got), torch.signbit(expected))
+
+
 def test_kv_values_that_e4m3_holds_are_unchanged():
     values = torch.tensor([[0.0, 1.0, -1.125, 448.0, 2.0**-9]])
     assert torch.equal(fp8.fake_quantize_kv(values), values)

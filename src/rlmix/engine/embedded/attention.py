@@ -15,6 +15,7 @@ from torch import Tensor
 from rlmix.engine.embedded.kv import LENGTH_STEP, KvCache
 from rlmix.engine.embedded.profile import Profile
 from rlmix.engine.embedded.shape import ModelShape
+from rlmix.numerics.fp8 import nearest_e4m3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,14 +124,15 @@ class Attention:
         """softmax(mask + scale * queries keys) values, the probabilities in the kernel's format."""
         scores = torch.baddbmm(span.mask, queries, span.keys[layer], alpha=self._scale)
         values = span.values[layer]
+        shares = torch.softmax(scores, -1)
         if self._probability_format == "fp32":
-            return torch.bmm(torch.softmax(scores, -1), values)
+            return torch.bmm(shares, values)
         if self._probability_format == "bf16":
-            return torch.bmm(torch.softmax(scores, -1).bfloat16().float(), values)
-        # E4M3 has few small numbers, so the scale matters: kernels cast exp(score - max).
-        weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
-        total = weights.sum(-1, keepdim=True)
-        return torch.bmm(weights.to(torch.float8_e4m3fn).float(), values).div_(total)
+            return torch.bmm(shares.bfloat16().float(), values)
+        # E4M3 has few small numbers, so the scale matters: kernels cast exp(score - max), whose
+        # largest is 1.
+        largest = shares.amax(-1, keepdim=True)
+        return torch.bmm(nearest_e4m3(shares.div_(largest)), values).mul_(largest)
 
     def _may_look(self, positions: Tensor, length: int) -> Tensor:
         """0 up to each position and -inf beyond, [rows, length]."""

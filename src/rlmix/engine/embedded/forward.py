@@ -11,6 +11,7 @@ results for a row do not depend on the shape of the rest.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -25,9 +26,10 @@ from rlmix.numerics.fp8 import fake_quantize_kv
 MIN_ROWS = 4
 """MKL takes another kernel, with another order of additions, for fewer rows."""
 
-DENSE_EXPERT_RATIO = 8
-"""Up to this many experts per chosen one, all are computed as one matrix product, which beats
-gathering the chosen ones while a step has few rows, and adds in one order whatever their number."""
+BATCHED_EXPERT_RATIO = 8
+"""Up to this many experts per chosen one, every expert gets room for the same number of rows and
+all are multiplied at once; beyond it most of that would be padding, and the experts that were
+chosen are computed one by one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +57,7 @@ class Forward:
         self._rounds_cache_to_fp8 = profile.kv == "fp8"
         self._rounds_query_to_fp8 = profile.rounds_query_to_fp8
         self._rounds_cache_to_bf16 = profile.kv == "bf16" and not self._rounds
-        self._is_dense_moe = shape.num_experts <= DENSE_EXPERT_RATIO * shape.top_k
+        self._batches_experts = shape.num_experts <= BATCHED_EXPERT_RATIO * shape.top_k
         positions = torch.arange(cache.capacity, dtype=torch.float64)
         exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
         angles = positions[:, None] * (1.0 / shape.rope_theta**exponents)
@@ -127,12 +129,15 @@ class Forward:
         """Adds the layer's MLP to the residual stream."""
         normed = self._round(_norm(hidden_TH, layer.post_norm, self._hidden_floor))
         if layer.router is None:
-            inner = self._gated(torch.mm(normed, layer.gate_up))
-            return self._round(torch.addmm(hidden_TH, inner, layer.down))
+            inner = self._gated(torch.mm(normed, layer.gate_up[0]))
+            return self._round(torch.addmm(hidden_TH, inner, layer.down[0]))
         chosen_TK, share_TK = self._route(layer.router, normed)
-        if self._is_dense_moe:
-            return self._all_experts(layer, hidden_TH, normed, chosen_TK, share_TK)
-        return self._chosen_experts(layer, hidden_TH, normed, chosen_TK, share_TK)
+        if self._batches_experts:
+            outputs_TKH = self._experts_batched(layer, normed, chosen_TK)
+        else:
+            outputs_TKH = self._experts_one_by_one(layer, normed, chosen_TK)
+        outputs_TKH.mul_(share_TK.unsqueeze(-1))
+        return self._round(outputs_TKH.sum(1).add_(hidden_TH))
 
     def _route(self, router: Tensor, normed: Tensor) -> tuple[Tensor, Tensor]:
         """Ids and shares of each row's experts, [T, K] each."""
@@ -147,42 +152,34 @@ class Forward:
         gate, up = self._round(gate_up).chunk(2, dim=-1)
         return self._round(functional.silu(gate).mul_(up))
 
-    def _all_experts(
-        self,
-        layer: LayerWeights,
-        hidden_TH: Tensor,
-        normed: Tensor,
-        chosen_TK: Tensor,
-        share_TK: Tensor,
-    ) -> Tensor:
+    def _experts_batched(self, layer: LayerWeights, normed: Tensor, chosen_TK: Tensor) -> Tensor:
+        """Each row's K expert outputs, [T, K, H], by one product over all experts."""
+        num_rows, top_k = chosen_TK.shape
         num_experts = self._shape.num_experts
-        shares_TE = normed.new_zeros(len(normed), num_experts).scatter_(1, chosen_TK, share_TK)
-        inner = self._gated(torch.mm(normed, layer.gate_up))
-        inner.view(len(normed), num_experts, -1).mul_(shares_TE.unsqueeze(-1))
-        # The sum over experts happens inside the product: their channels are one long axis.
-        return self._round(torch.addmm(hidden_TH, inner, layer.down))
+        expert_P = chosen_TK.numpy().ravel()  # P = T * K pairs of row and expert
+        order_P = expert_P.argsort(kind="stable")
+        counts_E = np.bincount(expert_P, minlength=num_experts)
+        room = max(MIN_ROWS, int(counts_E.max()))
+        # Pairs sorted by expert fill the expert's room from its start.
+        shift_E = np.arange(num_experts) * room - (counts_E.cumsum() - counts_E)
+        place_P = np.arange(len(expert_P)) + shift_E[expert_P[order_P]]
+        row_of_place = np.zeros(num_experts * room, dtype=np.int64)
+        row_of_place[place_P] = order_P // top_k
+        place_of_pair = np.empty(len(expert_P), dtype=np.int64)
+        place_of_pair[order_P] = place_P
+        inputs = normed.index_select(0, torch.from_numpy(row_of_place)).view(num_experts, room, -1)
+        outputs = torch.bmm(self._gated(torch.bmm(inputs, layer.gate_up)), layer.down)
+        outputs = outputs.view(num_experts * room, -1)
+        return outputs.index_select(0, torch.from_numpy(place_of_pair)).view(num_rows, top_k, -1)
 
-    def _chosen_experts(
-        self,
-        layer: LayerWeights,
-        hidden_TH: Tensor,
-        normed: Tensor,
-        chosen_TK: Tensor,
-        share_TK: Tensor,
-    ) -> Tensor:
-        num_experts = self._shape.num_experts
-        gates, ups = layer.gate_up.t().view(2, num_experts, -1, self._shape.hidden)
-        downs = layer.down.view(num_experts, -1, self._shape.hidden)
-        result = hidden_TH.clone()
+    def _experts_one_by_one(self, layer: LayerWeights, normed: Tensor, chosen_TK: Tensor) -> Tensor:
+        """The same, by a product for each expert that any row chose."""
+        outputs_TKH = torch.empty(*chosen_TK.shape, normed.shape[1])
         for expert in chosen_TK.unique().tolist():
             rows, ranks = (chosen_TK == expert).nonzero(as_tuple=True)
-            inputs = normed[rows]
-            both = torch.cat(
-                (torch.mm(inputs, gates[expert].t()), torch.mm(inputs, ups[expert].t())), dim=-1
-            )
-            inner = self._gated(both).mul_(share_TK[rows, ranks].unsqueeze(-1))
-            result.index_add_(0, rows, torch.mm(inner, downs[expert]))
-        return self._round(result)
+            inner = self._gated(torch.mm(normed[rows], layer.gate_up[expert]))
+            outputs_TKH[rows, ranks] = torch.mm(inner, layer.down[expert])
+        return outputs_TKH
 
 
 def _norm(values: Tensor, weight: Tensor, floor: Tensor) -> Tensor:

@@ -36,9 +36,9 @@ class LayerWeights:
     router: Tensor | None
     """[H, E]; None in a dense layer."""
     gate_up: Tensor
-    """[H, 2 * E * I], all gates before all ups; E = 1 in a dense layer."""
+    """[E, H, 2 * I], an expert's gates before its ups; E = 1 in a dense layer."""
     down: Tensor
-    """[E * I, H]."""
+    """[E, I, H]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,7 +184,6 @@ def _layer(reader: _Reader, index: int, shape: ModelShape) -> LayerWeights:
         for part, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads))
     ]
     out = reader.get(f"{attention}o_proj.weight", (hidden, shape.num_heads * head_dim), "H.")
-    # Products sum over rows of `out` and `down`, so these two are stored contiguously that way.
     router, gate_up, down = _mlp(reader, index, shape)
     return LayerWeights(
         input_norm=_norm(reader, prefix + "input_layernorm.weight", hidden),
@@ -215,7 +214,8 @@ def _mlp(reader: _Reader, index: int, shape: ModelShape) -> tuple[Tensor | None,
     inner = gates[0].shape[0]
     ups = [reader.get(stem + "up_proj.weight", (inner, shape.hidden), "HH") for stem in stems]
     downs = [reader.get(stem + "down_proj.weight", (shape.hidden, inner), "HH") for stem in stems]
-    return router, torch.cat(gates + ups).t(), torch.cat([down.t() for down in downs])
+    gate_up = [torch.cat(pair).t() for pair in zip(gates, ups, strict=True)]
+    return router, torch.stack(gate_up), torch.stack([down.t() for down in downs])
 
 
 def _checksum(tensors: dict[str, Tensor]) -> str:
