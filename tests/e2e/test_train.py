@@ -133,6 +133,20 @@ def test_a_killed_run_is_resumed_with_its_version_and_task_order(start_run):
     assert second.marked_processes() == []
 
 
+def test_a_killed_router_comes_back_and_costs_no_step_and_no_evaluation(start_run):
+    run = start_run("q", "loop.steps=12", "loop.eval_tasks=20", "--json")
+    run.wait_until(lambda: len(run.rows()) >= 1, "first step")
+    os.kill(json.loads((run.path / "ready" / "router.json").read_text())["pid"], signal.SIGKILL)
+    code, stdout = run.finish()
+    assert code == 0, run.stderr()
+    document = json.loads(stdout)
+    assert document["steps"] == 12
+    assert document["eval"]["void"] == 0
+    assert len(run.events("router_lost")) == 1
+    assert [row["step"] for row in run.rows()] == list(range(1, 13))
+    run.assert_nothing_left()
+
+
 def test_ctrl_c_ends_after_the_step_with_130_and_the_run_can_go_on(start_run):
     run = start_run("c", "loop.steps=50")
     run.wait_until(lambda: len(run.rows()) >= 1, "first step")

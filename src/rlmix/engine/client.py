@@ -6,6 +6,7 @@ so no sampled token is ever lost or counted twice. Everything else is an error f
 
 import asyncio
 import random
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,9 @@ from rlmix.engine.protocol import (
 
 STALE_RETRY_S = 0.05
 """First wait after a 409; the replica is loading the wanted version. Doubles up to the next."""
+RECONNECT_LIMIT_S = 15.0
+"""How long a refused connection is tried again: a router that died is back within a few seconds."""
+
 MAX_RETRY_S = 1.0
 """Longest wait between two tries, whatever Retry-After says: a run has many replicas and room
 appears at any moment."""
@@ -69,13 +73,23 @@ class EngineClient:
         if request.min_version is not None:
             headers[MIN_VERSION_HEADER] = str(request.min_version)
         waiting_for = "an answer"
+        started_s = time.monotonic()
         try:
             async with asyncio.timeout(self._timeout_s):
                 tries = 0
                 while True:
-                    status, raw, answer_headers = await self._send(
-                        "POST", "/generate", body, headers
-                    )
+                    try:
+                        status, raw, answer_headers = await self._send(
+                            "POST", "/generate", body, headers
+                        )
+                    except _NotSent as error:
+                        # Nothing reached it, so asking again is safe; it may be restarting.
+                        if time.monotonic() - started_s > RECONNECT_LIMIT_S:
+                            raise
+                        waiting_for = f"a connection ({error})"
+                        await asyncio.sleep(_retry_wait_s({}, tries))
+                        tries += 1
+                        continue
                     if status == 200:
                         answer = _decode(raw, where=f"{self._base_url}/generate")
                         return parse_generation(answer, request, answer_headers)
@@ -152,9 +166,14 @@ class EngineClient:
             # TimeoutError is an OSError: let the one limit of the caller report itself.
             if isinstance(error, TimeoutError):
                 raise
-            raise EngineError(
+            kind = _NotSent if isinstance(error, aiohttp.ClientConnectorError) else EngineError
+            raise kind(
                 f"engine: {self._base_url}{path}: connection lost: {type(error).__name__}: {error}"
             ) from error
+
+
+class _NotSent(EngineError):
+    """No connection was made: the request reached nobody."""
 
 
 def _retry_wait_s(headers: Mapping[str, str], tries: int) -> float:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from rlmix.core.errors import EngineError
 from rlmix.core.trajectory import Outcome, Trajectory
 
 RunTask = Callable[[str, int], Awaitable[Trajectory]]
@@ -16,6 +17,13 @@ RunTask = Callable[[str, int], Awaitable[Trajectory]]
 
 VOID_RETRIES = 2
 """An infrastructure fault during an evaluation is rerun, not scored."""
+
+VOID_PAUSE_S = 1.0
+"""Before the first retry; doubles with each further one."""
+
+MAX_VOID_FRAC = 0.05
+"""Tasks that may be missing from a comparison. Those that survive a fault are no random sample,
+so with more of them missing there is no result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +52,7 @@ async def evaluate_arm(
     run_task: RunTask,
     *,
     concurrency: int,
+    void_pause_s: float = VOID_PAUSE_S,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> EvalArm:
     """Run every task once (void ones again, up to `VOID_RETRIES` times)."""
@@ -57,6 +66,7 @@ async def evaluate_arm(
                 trajectory = await run_task(task_id, attempt)
             if trajectory.outcome is not Outcome.VOID:
                 break
+            await asyncio.sleep(void_pause_s * 2**attempt)
         done += 1
         on_progress(done)
         return trajectory
@@ -70,6 +80,20 @@ async def evaluate_arm(
         rewards=tuple(None if t.outcome is Outcome.VOID else t.reward for t in finished),
         tags=tuple(t.tags for t in finished),
     )
+
+
+def check_complete(arm: EvalArm) -> None:
+    """Refuse an arm that lost too many tasks to faults.
+
+    Raises:
+        EngineError: more than `MAX_VOID_FRAC` of the tasks stayed void.
+    """
+    if arm.num_void > MAX_VOID_FRAC * len(arm.task_ids):
+        raise EngineError(
+            f"evals: {arm.num_void} of {len(arm.task_ids)} tasks of {arm.name} stayed void after "
+            f"{VOID_RETRIES} retries; at most {MAX_VOID_FRAC:.0%} may. What broke is in "
+            "events.jsonl and logs/; evaluate again with --resume"
+        )
 
 
 def paired_rewards(first: EvalArm, second: EvalArm) -> tuple[list[float], list[float]]:

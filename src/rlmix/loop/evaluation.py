@@ -12,7 +12,7 @@ from typing import Any
 
 from rlmix.config.schema.train import TrainConfig
 from rlmix.core.trajectory import Trajectory
-from rlmix.evals.closing import EvalArm, evaluate_arm, paired_rewards
+from rlmix.evals.closing import EvalArm, check_complete, evaluate_arm, paired_rewards
 from rlmix.evals.statistics import paired_difference
 from rlmix.loop.runtime import Runtime
 from rlmix.loop.specs import eval_session
@@ -91,6 +91,7 @@ async def _run_arm(
         on_progress=lambda done: on_progress(name, done),
     )
     run.write_trajectories(version, finished, kind=f"eval_{name}")
+    check_complete(arm)
     return arm
 
 

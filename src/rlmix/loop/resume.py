@@ -10,6 +10,9 @@ from typing import Any
 
 from rlmix.observe.run_dir import RunDir
 
+EVAL_KEPT = "evaluation"
+"""Folder of the run with the versions that the closing evaluation compares."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumePoint:
@@ -38,4 +41,5 @@ def set_aside(run: RunDir, point: ResumePoint) -> dict[str, Any]:
 
     dropped = run.truncate_after(point.step)
     versions = discard_newer(run.weights, point.step)
+    discard_newer(run.path / EVAL_KEPT, point.step)
     return {"dropped_steps": dropped, "dropped_versions": versions}

@@ -22,6 +22,10 @@ RunSession = Callable[[Ticket, int, int], Awaitable[Trajectory]]
 """(ticket, member index, attempt) -> finished session; never raises for infrastructure faults."""
 
 
+VOID_PAUSE_S = 1.0
+"""Before a void session is tried again: what broke needs a moment to come back."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedGroup:
     """All sessions of one ticket, voids included."""
@@ -60,6 +64,7 @@ class Rollout:
         concurrency: int,
         max_staleness: int,
         void_retries: int = 1,
+        void_pause_s: float = VOID_PAUSE_S,
         max_void_groups_in_a_row: int = 32,
     ) -> None:
         self._stream = stream
@@ -69,6 +74,7 @@ class Rollout:
         self._slots = asyncio.Semaphore(concurrency)
         self._max_staleness = max_staleness
         self._void_retries = void_retries
+        self._void_pause_s = void_pause_s
         self._max_void_groups_in_a_row = max_void_groups_in_a_row
         self._void_groups_in_a_row = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -140,7 +146,6 @@ class Rollout:
             elif lag > self._max_staleness:
                 self.counts.stale_groups += 1
             else:
-                self._void_groups_in_a_row = 0
                 kept.append(group)
                 continue
             self.sessions_taken += len(group.members)
@@ -183,6 +188,8 @@ class Rollout:
         except* Exception as errors:
             raise errors.exceptions[0] from None
         del self._sampling[ticket.index]
+        if sum(member.result().outcome is not Outcome.VOID for member in members) >= MIN_MEMBERS:
+            self._void_groups_in_a_row = 0
         self._ready.append(
             FinishedGroup(ticket=ticket, members=tuple(member.result() for member in members))
         )
@@ -203,10 +210,11 @@ class Rollout:
                 self.sessions_finished += 1
                 return trajectory
             self.counts.voids += 1
-            reason = trajectory.void_reason or trajectory.stop_reason.value
+            reason = trajectory.stop_reason.value
             self.counts.void_reasons[reason] = self.counts.void_reasons.get(reason, 0) + 1
             if attempt >= self._void_retries:
                 self.sessions_finished += 1
                 return trajectory
             attempt += 1
             self.counts.retries += 1
+            await asyncio.sleep(self._void_pause_s)

@@ -1,7 +1,8 @@
 """The router's process, kept alive: when it dies it comes back at the same address.
 
-Sessions that were waiting for it end void and are sampled again; the fleet notices that the new
-router knows no replica and registers them all.
+Sessions that were waiting for an answer end void and are sampled again; those that ask meanwhile
+try again for some seconds. The fleet notices that the new router knows no replica and registers
+them all.
 """
 
 import asyncio
@@ -30,6 +31,8 @@ class RouterProcess:
         self._port = "0"
         self._process = self._start()
         self._keeper: asyncio.Task[None] | None = None
+        self.is_retired = False
+        """True when it died too often and was given up."""
 
     async def wait_ready(self) -> str:
         """The router's URL, which stays the same over restarts."""
@@ -58,6 +61,7 @@ class RouterProcess:
             except LaunchError as error:
                 self._run.events.append("router_failed", str(error))
         await self._process.wait_exit()
+        self.is_retired = True
         self._run.events.append("router_retired", f"died more than {MAX_RESTARTS} times")
 
     def _start(self) -> ChildProcess:

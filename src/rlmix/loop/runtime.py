@@ -49,6 +49,7 @@ class Runtime:
         self._cluster: RayCluster | None = None
         self.trainer: Handle
         self.router: RouterAdmin
+        self.router_process: RouterProcess
         self.workers: WorkerPool
 
     async def start_processes(self, model_dir: Path, views: tuple[str, ...]) -> None:
@@ -59,7 +60,7 @@ class Runtime:
         self._exit.callback(os.environ.pop, TOKEN_VARIABLE, None)
         await asyncio.to_thread(reap, run.run_id, scratch)  # Of an attempt that was killed.
         self._exit.callback(reap, run.run_id, scratch)
-        router = RouterProcess(self._plan.router, run)
+        router = self.router_process = RouterProcess(self._plan.router, run)
         self._exit.push_async_callback(router.stop)
         # Ray wants the main thread for its signal handlers, and this blocks for some seconds;
         # the router starts meanwhile.

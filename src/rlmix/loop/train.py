@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from rlmix.config.schema.train import TrainConfig
-from rlmix.core.errors import RlmixError
+from rlmix.core.errors import LaunchError, RlmixError
 from rlmix.loop.evaluation import closing_evaluation, keep_version
 from rlmix.loop.fleets import eval_fleet, training_fleet, views_of
 from rlmix.loop.progress import Progress
-from rlmix.loop.resume import ResumePoint, choose_point, set_aside
+from rlmix.loop.resume import EVAL_KEPT, ResumePoint, choose_point, set_aside
 from rlmix.loop.rollout import Rollout
 from rlmix.loop.runtime import Runtime
 from rlmix.loop.specs import training_session
@@ -39,9 +39,6 @@ from rlmix.tasks.source import open_source
 OPEN_STEPS = 2
 """Steps' worth of groups that may be open: one being trained on or waiting, one being sampled.
 More would only make samples older, since sampling is what takes long."""
-
-EVAL_KEPT = "evaluation"
-"""Folder of the run with the versions that the closing evaluation compares."""
 
 
 def run_training(
@@ -71,6 +68,7 @@ def run_training(
         )
     else:
         run = RunDir.open(find_run(root, resume))
+        run.rewrite_request(overrides, config_yaml, plan.to_dict())
     with run:
         training = _Training(plan, config, run, is_resumed=resume is not None, as_json=as_json)
 
@@ -83,10 +81,12 @@ def run_training(
 
         try:
             exit_reason = asyncio.run(training.main())
-        except RlmixError as error:
+        except (RlmixError, TimeoutError) as error:
             finish("failed")
-            hint = f"to go on from the newest checkpoint: rlmix train --resume {run.name}"
-            raise type(error)(f"{error}\n{hint}; what happened: {run.path}/events.jsonl") from error
+            hint = f"to go on: rlmix train --resume {run.path}"
+            kind = LaunchError if isinstance(error, TimeoutError) else type(error)
+            what = str(error) or "a process of the run did not answer in time"
+            raise kind(f"{what}\n{hint}; what happened: {run.path}/events.jsonl") from error
         return finish(exit_reason)
 
 
@@ -200,6 +200,7 @@ class _Training:
             stream=stream,
             costs=self.costs,
             progress=self.progress,
+            is_router_lost=lambda: runtime.router_process.is_retired,
         )
         self.view.attach(self.loop, fleet, rollout)
         runtime.on_close(self.view.start_refreshing())

@@ -11,7 +11,7 @@ counter under one id, so a killed run continues where the newest complete checkp
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlmix.batch.groups import build_batch
@@ -52,6 +52,7 @@ class TrainingLoop:
         stream: TaskStream,
         costs: CostMeter,
         progress: Progress,
+        is_router_lost: Callable[[], bool] = lambda: False,
     ) -> None:
         self._config = config
         self._run = run
@@ -60,6 +61,7 @@ class TrainingLoop:
         self._rollout = rollout
         self._stream = stream
         self._costs = costs
+        self._is_router_lost = is_router_lost
         self._saved_step = progress.step
         self._stop = asyncio.Event()
         self.progress = progress
@@ -187,6 +189,8 @@ class TrainingLoop:
 
     async def _until_no_replica_is_left(self) -> None:
         while not all(status.state.is_final for status in self._fleet.status()):
+            if self._is_router_lost():
+                raise EngineError("loop: the router died too often; see logs/router.log")
             await asyncio.sleep(FLEET_LOOK_S)
         reasons = {f"{status.name}: {status.reason}" for status in self._fleet.status()}
         raise EngineError(f"loop: every replica was given up: {'; '.join(sorted(reasons))}")

@@ -42,6 +42,7 @@ from rlmix.observe.run_state import SUMMARY_FILE
 from rlmix.observe.run_state import is_run_dir as is_run_dir
 from rlmix.observe.sinks import SINKS, SinkContext, SinkWorker, check_sinks, close_sinks
 
+REQUEST_FILES = ("overrides.txt", "config.yaml", "plan.json")
 SUPERSEDED_DIR = "superseded"
 """Holds, per attempt, the steps that a later attempt ran again."""
 FOLDERS = ("trajectories", "logs", "checkpoints", "weights")
@@ -118,15 +119,15 @@ class RunDir:
                 f"run.name={name}: {path} exists; choose another run.name, continue that run "
                 f"with `rlmix train --resume {name}`, or delete the folder"
             ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir={root}: cannot make {path}: {error.strerror}; choose a folder that you "
+                "may write to"
+            ) from None
         lock = RunLock.acquire(path)
         for folder in FOLDERS:
             (path / folder).mkdir()
-        redactor = Redactor(os.environ)
-        lines = [redactor.assignments(override) + "\n" for override in overrides]
-        (path / "overrides.txt").write_text("".join(lines))
-        (path / "config.yaml").write_text(redactor.assignments(config_yaml))
-        plan_json = orjson.dumps(dict(plan or {}), option=orjson.OPT_INDENT_2)
-        (path / "plan.json").write_bytes(redactor.line(plan_json))
+        _write_request(path, overrides, config_yaml, plan or {})
         return cls._begin(path, lock, new_manifest(name), from_step=0, argv=argv)
 
     @classmethod
@@ -220,6 +221,16 @@ class RunDir:
         jsonl.write_atomically(path, self._redactor.line(content))
         return path
 
+    def rewrite_request(
+        self, overrides: Sequence[str], config_yaml: str, plan: Mapping[str, Any]
+    ) -> None:
+        """Write down what this attempt was asked for; the former files are set aside."""
+        aside = self.path / SUPERSEDED_DIR / f"attempt_{self.attempt - 1:03d}"
+        aside.mkdir(parents=True, exist_ok=True)
+        for name in REQUEST_FILES:
+            shutil.copyfile(self.path / name, aside / name)
+        _write_request(self.path, overrides, config_yaml, plan)
+
     def truncate_after(self, step: int) -> int:
         """Set aside metrics and trajectories of steps above `step`; they will be run again.
 
@@ -305,6 +316,17 @@ class RunDir:
         else:
             was_stopped = issubclass(kind, (KeyboardInterrupt, asyncio.CancelledError))
             self.close("interrupted" if was_stopped else "failed")
+
+
+def _write_request(
+    path: Path, overrides: Sequence[str], config_yaml: str, plan: Mapping[str, Any]
+) -> None:
+    redactor = Redactor(os.environ)
+    lines = [redactor.assignments(override) + "\n" for override in overrides]
+    plan_json = redactor.line(orjson.dumps(dict(plan), option=orjson.OPT_INDENT_2))
+    contents = ("".join(lines).encode(), redactor.assignments(config_yaml).encode(), plan_json)
+    for name, content in zip(REQUEST_FILES, contents, strict=True):
+        jsonl.write_atomically(path / name, content)
 
 
 def default_name() -> str:

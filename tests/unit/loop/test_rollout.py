@@ -31,6 +31,7 @@ def trajectory(ticket: Ticket, member: int, *, version: int = 0, void: bool = Fa
 def make(run_session, **changes) -> tuple[Rollout, TaskStream]:
     stream = TaskStream([f"t{i}" for i in range(100)], seed=0)
     settings = {"group_size": 4, "max_open_groups": 3, "concurrency": 6, "max_staleness": 2}
+    settings |= {"void_pause_s": 0.0}
     return Rollout(stream=stream, run_session=run_session, **(settings | changes)), stream
 
 
