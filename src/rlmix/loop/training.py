@@ -34,6 +34,18 @@ from rlmix.weights.store import prune
 TRAINER_LIMIT_S = 600.0
 """Longest optimizer step, publication or save that is not taken for a hang."""
 
+PROMISED_KEYS = (
+    "loss/policy",
+    "loss/grad_norm",
+    "mismatch/k3_kl",
+    "mismatch/mean_abs",
+    "correction/masked_frac",
+    "correction/sc_tail_ratio",
+    "correction/ess_frac",
+    "staleness/mean_versions",
+    "staleness/max_versions",
+)
+
 FLEET_LOOK_S = 1.0
 """How often a waiting loop looks whether any replica can still serve."""
 
@@ -232,6 +244,7 @@ class TrainingLoop:
             raise TrainerError(f"loop: step {step} has no valid session; see events.jsonl")
         self.progress.rewards.append(reward)
         self._run.write_trajectories(step, members)
-        row: dict[str, Any] = {"step": step, **metrics}
+        # A key that outside scripts rely on is there in every row, null where it does not apply.
+        row: dict[str, Any] = {"step": step, **dict.fromkeys(PROMISED_KEYS), **metrics}
         self._run.metrics.append(row)
         self.last_metrics = metrics

@@ -128,7 +128,7 @@ def _pools(pools: Mapping[str, Mapping[str, Any]], *, is_wide: bool) -> "Table":
     emulated = [name for name, pool in pools.items() if pool.get("is_emulated", True)]
     if emulated:
         which = "all accelerators" if len(emulated) == len(pools) else ", ".join(emulated)
-        table.caption = f"{which} emulated on the CPU; cost modelled from the price table"
+        table.caption = f"reward, k3: last step; {which} emulated; cost modelled by list price"
         table.caption_justify = "left"
     return table
 
