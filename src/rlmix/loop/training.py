@@ -174,8 +174,9 @@ class TrainingLoop:
             "publish", version, timeout_s=TRAINER_LIMIT_S
         )
         self.progress.published_version = version
+        spared = self._fleet.versions_being_read()
         for view in report.views:
-            prune(self._run.weights, view.view, self._config.weights.keep)
+            prune(self._run.weights, view.view, self._config.weights.keep, spared=spared)
         return report.metrics()
 
     async def _take_groups(self) -> list[FinishedGroup] | None:

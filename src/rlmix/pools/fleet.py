@@ -122,6 +122,10 @@ class Fleet:
         """Every slot, in the plan's order."""
         return [slot.status() for slot in self._slots]
 
+    def versions_being_read(self) -> frozenset[int]:
+        """Versions that some replica is loading now; deleting them would break its start."""
+        return frozenset(slot.loading for slot in self._slots if slot.loading is not None)
+
     async def stop(self) -> None:
         """End every replica politely, all at once; about as long as the slowest takes."""
         tasks = [*self._tasks.values()]

@@ -8,7 +8,8 @@ Updates of one slot cannot overlap, because only its own task makes them.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -104,6 +105,8 @@ class Slot:
         self.restarts = 0
         self.has_served = False
         self.version: int | None = None
+        self.loading: int | None = None
+        """Version whose files are being read now; they must stay until that has ended."""
         """Of the weights that the replica holds."""
         self.routed_version: int | None = None
         """What the router was told last; None while it must not send anything here."""
@@ -204,12 +207,13 @@ class Slot:
             self._enter(SlotState.STARTING, f"booting version {version}")
             started_s = time.monotonic()
             self._handle = self._spawn(self.spec, self.incarnation)
-            self.info = await self._call(
-                "boot",
-                version,
-                self._folder(version),
-                limit_s=self.spec.boot_timeout_s + self.spec.update_timeout_s,
-            )
+            with self._reading(version):
+                self.info = await self._call(
+                    "boot",
+                    version,
+                    self._folder(version),
+                    limit_s=self.spec.boot_timeout_s + self.spec.update_timeout_s,
+                )
             self.version = self.info.version
             boot_s = time.monotonic() - started_s
             mean_abs = await self._admit()
@@ -326,13 +330,14 @@ class Slot:
         """Activate the newest version; None when its files are bad and the replica goes on."""
         version = self._target
         try:
-            report: UpdateReport = await self._call(
-                "activate",
-                version,
-                self._folder(version),
-                self._fleet.pause_mode,
-                limit_s=self.spec.update_timeout_s * 2,
-            )
+            with self._reading(version):
+                report: UpdateReport = await self._call(
+                    "activate",
+                    version,
+                    self._folder(version),
+                    self._fleet.pause_mode,
+                    limit_s=self.spec.update_timeout_s * 2,
+                )
         except WeightSyncError as error:
             # Not the replica's fault, and it serves on. A newer version may have replaced this
             # one meanwhile; otherwise this version is not tried again.
@@ -342,6 +347,14 @@ class Slot:
             return None
         self.version = report.version
         return report
+
+    @contextmanager
+    def _reading(self, version: int) -> Iterator[None]:
+        self.loading = version
+        try:
+            yield
+        finally:
+            self.loading = None
 
     async def _take_down(self, state: SlotState, reason: str) -> None:
         """The router first, so that no further request goes there; then the process."""

@@ -7,6 +7,7 @@ on its way out has a name that starts with a dot and is ignored.
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from rlmix.core.errors import WeightSyncError
@@ -55,8 +56,10 @@ def verify_version(folder: Path) -> Manifest:
     return manifest
 
 
-def prune(store: Path, view: str, keep: int) -> list[int]:
+def prune(store: Path, view: str, keep: int, *, spared: Collection[int] = ()) -> list[int]:
     """Delete all but the `keep` newest versions of a view; returns the deleted ones.
+
+    `spared` versions stay too, e.g. because a replica that boots slowly is reading them.
 
     A version disappears under its name in one step, so a reader either finds all of it or none.
     Raises:
@@ -64,7 +67,7 @@ def prune(store: Path, view: str, keep: int) -> list[int]:
     """
     if keep < 1:
         raise WeightSyncError(f"weights: keep={keep}; at least the newest version must stay")
-    doomed = list_versions(store, view)[:-keep]
+    doomed = [found for found in list_versions(store, view)[:-keep] if found not in spared]
     for version in doomed:
         remove_folder(version_dir(store, view, version))
     return doomed

@@ -169,6 +169,13 @@ def test_pruning_keeps_the_newest_versions(tmp_path, model_files):
         prune(tmp_path / "store", "bf16", 0)
 
 
+def test_pruning_spares_what_a_replica_is_reading(tmp_path, model_files):
+    for version in range(5):
+        publish(tmp_path, model_files, version, seed=version)
+    assert prune(tmp_path / "store", "bf16", 1, spared={1, 4}) == [0, 2, 3]
+    assert list_versions(tmp_path / "store", "bf16") == [1, 4]
+
+
 def test_a_resumed_run_discards_what_was_published_after_its_checkpoint(tmp_path, model_files):
     for version in range(4):
         publish(tmp_path, model_files, version, seed=version)
