@@ -108,10 +108,6 @@ class Rollout:
         """Sessions finished and not yet taken for a step."""
         return self.sessions_finished - self.sessions_taken
 
-    @property
-    def num_ready(self) -> int:
-        return len(self._ready)
-
     async def take(self, num_groups: int, *, trainer_version: int) -> list[FinishedGroup]:
         """Wait for `num_groups` groups fresh enough for `trainer_version`, oldest first.
 

@@ -108,10 +108,9 @@ class RunView:
             (done, needed), unit = self._counted, "tasks"
         elif rollout is not None:
             done, needed = rollout.sessions_towards_next, self._config.loop.sessions_per_step
-        is_stepping = loop is not None and loop.is_stepping
         return LiveState(
             run=self._run.name,
-            phase=loop.phase if is_stepping and loop is not None else self._phase,
+            phase=loop.phase if loop is not None and loop.is_stepping else self._phase,
             step=len(progress.rewards),  # Steps whose metrics are there, too.
             num_steps=self._config.loop.steps,
             elapsed_s=time.monotonic() - self._started_s,
