@@ -33,6 +33,10 @@ def server(view_folders, tmp_path_factory, start_server):
         yield url
 
 
+UPDATED_TOKENS = 440
+"""Of the turn that an update interrupts: some 0.3 s, far longer than one poll."""
+
+
 def long_request(rid, ids=None, tokens=400):
     return request(ids or prompt(13, 30), rid=rid, max_new_tokens=tokens, seed=1)
 
@@ -109,12 +113,17 @@ def test_a_pause_holds_back_new_requests_until_continue(server):
 
 async def update_in_the_middle(client, folder, *, mode, flush_cache):
     """A long turn during which version 1 is loaded; returns it and the update's error, if any."""
-    task = asyncio.create_task(client.generate(long_request("updated", tokens=300)))
 
-    async def has_started():
-        return (await load_of(client))["num_used_tokens"] > 60
+    async def num_generated():
+        return (await client.get_json("/v1/loads"))["total_generated_tokens"]
 
-    await wait_until(has_started, "the turn to be under way")
+    async def is_under_way():
+        return await num_generated() > before + 20
+
+    # Not `num_used_tokens`: prefixes that earlier tests left behind count as used.
+    before = await num_generated()
+    task = asyncio.create_task(client.generate(long_request("updated", tokens=UPDATED_TOKENS)))
+    await wait_until(is_under_way, "the turn to be under way")
     await client.post_json("/pause_generation", {"mode": mode})
     error = None
     try:
@@ -133,8 +142,8 @@ async def update_in_the_middle(client, folder, *, mode, flush_cache):
 def second_span_gap(turn, model):
     """Largest difference of the second span's logprobs to those of a model."""
     start = turn.version_spans[1].start
-    rows = reference_logprobs(model, [*prompt(13, 30), *turn.output_ids], 300, 0.8)
-    chosen = rows[np.arange(300), list(turn.output_ids)]
+    rows = reference_logprobs(model, [*prompt(13, 30), *turn.output_ids], UPDATED_TOKENS, 0.8)
+    chosen = rows[np.arange(UPDATED_TOKENS), list(turn.output_ids)]
     return np.abs(np.array(turn.sampler_logprobs) - chosen)[start:].max()
 
 
@@ -154,7 +163,7 @@ def test_retracted_requests_go_on_as_if_the_new_weights_had_read_everything(
     assert error is None
     first, second = turn.version_spans
     assert (first.version, second.version) == (0, 1)
-    assert 0 < first.end == second.start < second.end == 300
+    assert 0 < first.end == second.start < second.end == UPDATED_TOKENS
     assert second_span_gap(turn, make_model(1)) < 1e-4
 
 
