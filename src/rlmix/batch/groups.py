@@ -115,18 +115,3 @@ def group_lag(group: Sequence[Trajectory], *, trainer_version: int) -> int | Non
             f"trainer is at {trainer_version}; versions only grow"
         )
     return trainer_version - min(versions)
-
-
-def split_by_staleness(
-    groups: Sequence[Sequence[Trajectory]], *, trainer_version: int, max_staleness: int
-) -> tuple[list[Sequence[Trajectory]], list[Sequence[Trajectory]]]:
-    """(fresh, stale) in the given order: stale when the lag is above `max_staleness` versions.
-
-    A group without any sampled token is neither late nor early and counts as fresh.
-    """
-    fresh: list[Sequence[Trajectory]] = []
-    stale: list[Sequence[Trajectory]] = []
-    for group in groups:
-        lag = group_lag(group, trainer_version=trainer_version)
-        (stale if lag is not None and lag > max_staleness else fresh).append(group)
-    return fresh, stale

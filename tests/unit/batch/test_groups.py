@@ -1,6 +1,6 @@
 import pytest
 
-from rlmix.batch.groups import build_batch, group_lag, split_by_staleness
+from rlmix.batch.groups import build_batch, group_lag
 from rlmix.core.errors import DataError
 from rlmix.core.trajectory import Outcome, StopReason, Trajectory, Turn, VersionSpan
 
@@ -67,13 +67,6 @@ def test_staleness_is_counted_from_the_oldest_token_of_valid_members():
     group = [member(1.0, version=5), member(0.0, version=3), member(0.0, version=1, void=True)]
     assert group_lag(group, trainer_version=7) == 4
     assert group_lag([member(0.0, tokens=0)], trainer_version=7) is None
-
-
-def test_a_group_exactly_at_the_bound_is_fresh_and_one_above_is_stale():
-    groups = [[member(1.0, version=3)], [member(1.0, version=2)], [member(0.0, tokens=0)]]
-    fresh, stale = split_by_staleness(groups, trainer_version=7, max_staleness=4)
-    assert fresh == [groups[0], groups[2]]
-    assert stale == [groups[1]]
 
 
 def test_a_token_from_the_future_is_an_error_not_a_negative_lag():
