@@ -16,13 +16,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlmix.algos.support import Support, kept_mask
+from rlmix.algos.sequences import sequence_mean, sequence_sum
+from rlmix.algos.support import Support, candidate_mask
 
-IMPORTANCE_KINDS = ("none", "tis", "mis", "cispo", "ppo", "gspo")
+IMPORTANCE_KINDS = ("none", "tis", "mis", "cispo", "ppo", "gspo", "seq_tis")
 
 CENTERED_KINDS = ("none", "tis", "mis", "cispo")
-"""Kinds whose weight is a function of the ratio alone. PPO's clip depends on the advantage's sign
-and GSPO's weight on the other tokens, so a centering term for them is not defined."""
+"""Kinds whose weight is a function of the token's ratio alone. PPO's clip depends on the
+advantage's sign, the weight of GSPO and sequence TIS on the other tokens of the session, so a
+centering term for them is not defined."""
+
+SEQUENCE_KINDS = ("gspo", "seq_tis")
+"""Kinds whose weight is one for all tokens of a sequence; they need `sequences_T`."""
+
+CAP_KINDS = ("tis", "seq_tis")
+"""Kinds that only cap the ratio; `low` is ignored."""
 
 LOG_RATIO_LIMIT = 20.0
 """Nats. exp(20) = 4.9e8 is far outside every useful bound, and its square is still a float32."""
@@ -96,28 +104,13 @@ def surrogate_weights(log_ratios: Tensor, advantages: Tensor, *, low: float, hig
     return ratios.masked_fill(is_clipped, 0.0)
 
 
-def sequence_log_ratio(log_ratios_T: Tensor, sequences_T: Tensor) -> Tensor:
-    """[T] mean log-ratio of the sequence each token belongs to (its length-normalised ratio).
-
-    Args:
-        log_ratios_T: float [T].
-        sequences_T: int64 [T], any ids >= 0; equal ids belong together.
-    Source: arXiv:2507.18071 (GSPO).
-    """
-    _, index_T = torch.unique(sequences_T, return_inverse=True)
-    num_sequences = int(index_T.max()) + 1 if index_T.numel() else 0
-    sums = log_ratios_T.new_zeros(num_sequences).index_add(0, index_T, log_ratios_T)
-    counts = torch.bincount(index_T, minlength=num_sequences).to(sums.dtype)
-    return (sums / counts)[index_T]
-
-
 def check_bounds(*, kind: str, low: float, high: float) -> None:
     """Raises ValueError for an unknown kind or bounds that would keep nothing."""
     if kind not in IMPORTANCE_KINDS:
         raise ValueError(
             f"corrections: importance={kind!r} is unknown; use one of {', '.join(IMPORTANCE_KINDS)}"
         )
-    if kind != "none" and not (high > 0 and (kind == "tis" or 0 <= low <= high)):
+    if kind != "none" and not (high > 0 and (kind in CAP_KINDS or 0 <= low <= high)):
         raise ValueError(
             f"corrections: low={low}, high={high} for {kind!r}; bounds are on the ratio p/q, "
             "0 <= low <= high and high > 0"
@@ -141,37 +134,45 @@ def importance_weights(
         sampler_logprobs_T: float [T], natural log, as the engine that sampled reported it.
         kind: "none" 1; "tis" min(r, high); "mis" r inside [low, high], else 0; "cispo"
             clip(r, low, high); "ppo" r unless the clipped surrogate is flat there; "gspo" the
-            same rule on the sequence's length-normalised ratio.
-        low, high: inclusive bounds on the ratio r = p/q.
+            same rule on the geometric mean of the sequence's ratios; "seq_tis" min(R, high) with
+            R the product of the sequence's ratios.
+        low, high: inclusive bounds on the ratio r = p/q, for `SEQUENCE_KINDS` on the sequence's.
         advantages_T: float [T]; needed by "ppo" and "gspo", whose clip depends on its sign.
-        sequences_T: int64 [T]; needed by "gspo".
+        sequences_T: int64 [T], equal ids belong together; needed by `SEQUENCE_KINDS`.
     Returns:
         (weights float32 or float64 [T], metrics): `correction/masked_frac` (weight 0),
         `correction/outside_frac` (ratio outside [low, high], whatever the kind),
-        `correction/ess_frac` ((sum w)^2 / (T sum w^2)), `correction/ratio_mean`.
+        `correction/ess_frac` ((sum w)^2 / (T sum w^2)), `correction/ratio_mean` (of the tokens).
     Raises:
         ValueError: unknown kind, impossible bounds, a missing argument.
     Source: "tis" fengyao.notion.site/off-policy-rl; "mis" arXiv:2510.18855 (IcePop); "cispo"
-        arXiv:2506.13585; "ppo" arXiv:1707.06347; "gspo" arXiv:2507.18071.
+        arXiv:2506.13585; "ppo" arXiv:1707.06347; "gspo" arXiv:2507.18071; "seq_tis"
+        richardli.xyz/rl-collapse.
     """
     check_bounds(kind=kind, low=low, high=high)
-    log_ratios_T = unit_log_ratio(
-        log_ratio(trainer_logprobs_T, sampler_logprobs_T), kind=kind, sequences_T=sequences_T
-    )
-    weights_T = applied_weights(
-        log_ratios_T, kind=kind, low=low, high=high, advantages_T=advantages_T
-    )
-    outside_T = is_outside(log_ratios_T, low=0.0 if kind == "tis" else low, high=high)
+    log_ratios_T = log_ratio(trainer_logprobs_T, sampler_logprobs_T)
+    unit_T = unit_log_ratio(log_ratios_T, kind=kind, sequences_T=sequences_T)
+    weights_T = applied_weights(unit_T, kind=kind, low=low, high=high, advantages_T=advantages_T)
+    outside_T = outside_bounds(unit_T, kind=kind, low=low, high=high)
     return weights_T, weight_metrics(weights_T, log_ratios_T, outside_T)
 
 
+def outside_bounds(unit_T: Tensor, *, kind: str, low: float, high: float) -> Tensor:
+    """bool [T]: the ratio that the weight is a function of lies outside the bounds of `kind`."""
+    return is_outside(unit_T, low=0.0 if kind in CAP_KINDS else low, high=high)
+
+
 def unit_log_ratio(log_ratios_T: Tensor, *, kind: str, sequences_T: Tensor | None) -> Tensor:
-    """[T] the log-ratio that the weight is a function of: the token's, or its sequence's."""
-    if kind != "gspo":
+    """[T] the log-ratio that the weight is a function of: the token's, or its sequence's.
+
+    "gspo": mean over the sequence (the length-normalised ratio); "seq_tis": sum over it.
+    """
+    if kind not in SEQUENCE_KINDS:
         return log_ratios_T
     if sequences_T is None:
-        raise ValueError("corrections: gspo needs sequences_T, the sequence of each token")
-    return sequence_log_ratio(log_ratios_T, sequences_T)
+        raise ValueError(f"corrections: {kind} needs sequences_T, the sequence of each token")
+    reduce = sequence_mean if kind == "gspo" else sequence_sum
+    return reduce(log_ratios_T, sequences_T)
 
 
 def applied_weights(
@@ -179,7 +180,8 @@ def applied_weights(
 ) -> Tensor:
     """[T] the weight on A * score for every kind; `log_ratios_T` as `unit_log_ratio` gives it."""
     if kind not in ("ppo", "gspo"):
-        return ratio_weights(log_ratios_T, kind=kind, low=low, high=high)
+        rule = "tis" if kind == "seq_tis" else kind
+        return ratio_weights(log_ratios_T, kind=rule, low=low, high=high)
     if advantages_T is None:
         raise ValueError(f"corrections: {kind} needs advantages_T, its clip follows the sign")
     advantages_T = in_compute_dtype(advantages_T.detach())
@@ -242,11 +244,13 @@ def centering_term(support: Support, *, kind: str, low: float, high: float) -> C
         `CenteringTerm`, float32 or float64.
     Source: arXiv:2609.20807.
     """
-    kept_TK = kept_mask(support.sampler_logprobs_TK)
+    kept_TK = candidate_mask(support)
     # Padded slots are replaced before any arithmetic: 0 * inf would be nan.
     trainer_TK = in_compute_dtype(support.trainer_logprobs_TK).masked_fill(~kept_TK, 0.0)
     trainer_TK = trainer_TK.clamp(min=LOGPROB_FLOOR)
+    # Masses in the trainer's precision: a float32 q would show beside a float64 policy.
     sampler_TK = in_compute_dtype(support.sampler_logprobs_TK.detach()).masked_fill(~kept_TK, 0.0)
+    sampler_TK = sampler_TK.to(torch.promote_types(sampler_TK.dtype, trainer_TK.dtype))
     weights_TK = ratio_weights(log_ratio(trainer_TK, sampler_TK), kind=kind, low=low, high=high)
     q_TK = sampler_TK.exp().masked_fill(~kept_TK, 0.0)
     p_TK = trainer_TK.detach().exp().masked_fill(~kept_TK, 0.0)
@@ -255,7 +259,7 @@ def centering_term(support: Support, *, kind: str, low: float, high: float) -> C
         # The same gradient as mass_TK, since sum_v p_v grad log p_v = 0 on the support.
         push_TK = mass_TK - mass_TK.sum(dim=1, keepdim=True) * p_TK
         coeff_TK = mass_TK
-        tail_ratio_T = torch.ones_like(q_TK[:, 0]) if q_TK.shape[1] else q_TK.sum(dim=1) + 1.0
+        tail_ratio_T = torch.ones_like(q_TK.sum(dim=1))
     else:
         q_tail_T = (1.0 - q_TK.sum(dim=1)).clamp(min=TAIL_FLOOR)
         p_tail_T = (1.0 - p_TK.sum(dim=1)).clamp(min=TAIL_FLOOR)

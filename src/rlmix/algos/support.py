@@ -4,7 +4,7 @@ Two kinds. A kept set is the whole support that the sampler drew from (top-p, to
 policies are renormalised on it, so sums over it are exact. A head is only the most likely
 candidates, with full-vocabulary probabilities; what lies outside has to be modelled.
 
-Invariant: a padded slot is -inf on the sampler's side and never takes part in arithmetic.
+Invariant: a padded slot is -inf on either side or both and never takes part in arithmetic.
 """
 
 # T policy tokens, K candidate slots, V vocabulary
@@ -17,12 +17,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """Candidates of T tokens, padded to K slots with -inf."""
+    """Candidates of T tokens, padded to K slots with -inf on either side or both."""
 
     trainer_logprobs_TK: Tensor
     """float [T, K], natural log, differentiable; same order as the sampler's."""
     sampler_logprobs_TK: Tensor
-    """float [T, K], natural log; -inf in padded slots."""
+    """float [T, K], natural log."""
     is_exact: bool
     """True: a kept set, both sides sum to 1 in exp. False: a head of the full vocabulary."""
 
@@ -35,9 +35,18 @@ class Support:
             )
 
 
-def kept_mask(sampler_logprobs_TK: Tensor) -> Tensor:
+def kept_mask(logprobs_TK: Tensor) -> Tensor:
     """bool [T, K]: True in real slots. NaN counts as real, so that it is seen and not hidden."""
-    return ~torch.isneginf(sampler_logprobs_TK)
+    return ~torch.isneginf(logprobs_TK)
+
+
+def candidate_mask(support: Support) -> Tensor:
+    """bool [T, K]: True where neither side is padded.
+
+    A candidate to which the trainer gives no probability at all is left out with the padding: its
+    score has no gradient to pass on, and its logprob no finite value.
+    """
+    return kept_mask(support.sampler_logprobs_TK) & kept_mask(support.trainer_logprobs_TK.detach())
 
 
 def replayed_logprobs(

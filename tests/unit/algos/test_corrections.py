@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from rlmix.algos.corrections import (
+    IMPORTANCE_KINDS,
     applied_weights,
     centering_term,
     effective_sample_frac,
     importance_weights,
-    sequence_log_ratio,
 )
 from rlmix.algos.support import Support
 
@@ -59,19 +59,14 @@ def test_ppo_stops_good_tokens_above_and_bad_tokens_below_the_clip():
     assert weights.tolist() == pytest.approx([0.0, 1.3, 0.7, 0.0, 1.0])
 
 
-def test_gspo_gives_every_token_its_sequences_geometric_mean_ratio():
-    # ratios (1.25, 1, 0.5) have the geometric mean 0.854988, (1, 3, 1) have 1.442250
-    log_ratios = torch.tensor([1.25, 1, 0.5, 1, 3, 1], dtype=torch.float64).log()
-    sequences = torch.tensor([4, 4, 4, 9, 9, 9])
-    means = sequence_log_ratio(log_ratios, sequences).exp().tolist()
-    assert means == pytest.approx([0.854988] * 3 + [1.442250] * 3, abs=1e-6)
-
-
 def test_infinite_and_huge_ratios_stay_finite():
     trainer = torch.tensor([0.0, -math.inf, -math.inf, -0.1])
     sampler = torch.tensor([-math.inf, 0.0, -math.inf, -95.0])
-    for kind in ("none", "tis", "mis", "cispo"):
-        weights, metrics = importance_weights(trainer, sampler, kind=kind, low=0.5, high=5.0)
+    extra = {"advantages_T": torch.tensor([1.0, -1, 1, -1]), "sequences_T": torch.arange(4) // 2}
+    for kind in IMPORTANCE_KINDS:
+        weights, metrics = importance_weights(
+            trainer, sampler, kind=kind, low=0.5, high=5.0, **extra
+        )
         assert torch.isfinite(weights).all()
         assert all(math.isfinite(value) for value in metrics.values())
 
@@ -123,8 +118,9 @@ def test_wrong_arguments_are_refused_with_what_is_allowed():
         importance_weights(zeros, zeros, kind="mis", low=5.0, high=0.5)
     with pytest.raises(ValueError, match="ppo needs advantages_T"):
         importance_weights(zeros, zeros, kind="ppo", low=0.8, high=1.2)
-    with pytest.raises(ValueError, match="gspo needs sequences_T"):
-        importance_weights(zeros, zeros, kind="gspo", low=0.8, high=1.2, advantages_T=zeros)
+    for kind in ("gspo", "seq_tis"):
+        with pytest.raises(ValueError, match=f"{kind} needs sequences_T"):
+            importance_weights(zeros, zeros, kind=kind, low=0.8, high=1.2, advantages_T=zeros)
 
 
 def test_head_of_two_models_the_tail_and_can_hide_a_masked_token():
