@@ -28,6 +28,7 @@ import orjson
 import psutil
 import torch
 
+from rlmix.engine import wire
 from rlmix.engine.client import EngineClient
 from rlmix.engine.embedded.profile import Profile
 from rlmix.engine.embedded.requests import Request, parse_request
@@ -159,7 +160,10 @@ def session_rates(folder: Path, *, turn_tokens: int) -> Rates:
             for number, (done, request) in list(running.items()):
                 if request.finish_reason is None:
                     continue
-                orjson.dumps(request.document(weight_version=0), option=orjson.OPT_SERIALIZE_NUMPY)
+                orjson.dumps(
+                    wire.generate_document(request.answer(weight_version=0)),
+                    option=orjson.OPT_SERIALIZE_NUMPY,
+                )
                 if done + 1 == TURNS:
                     del running[number]
                     continue

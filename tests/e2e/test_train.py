@@ -89,7 +89,7 @@ def test_a_run_survives_a_killed_engine_and_leaves_its_records_and_nothing_else(
     assert {turn.pool for turn in turns} == {"b200", "a100"}
     assert all(turn.version_spans and "emulated" in turn.numerics_key for turn in turns)
     # Score centering needs the whole support of every sampled token.
-    assert all(turn.kept_ids is not None and turn.kept_exact for turn in turns)
+    assert all(turn.kept is not None and turn.kept_exact for turn in turns)
     run.assert_nothing_left()
 
 

@@ -9,6 +9,7 @@ from itertools import chain
 
 import numpy as np
 
+from rlmix.core.candidates import Candidates
 from rlmix.core.errors import DataError
 from rlmix.core.sample import TrainSample
 from rlmix.core.trajectory import Trajectory, Turn
@@ -67,9 +68,8 @@ def to_sample(trajectory: Trajectory, *, advantage: float) -> TrainSample:
         [pool_names.index(turn.pool) if turn.output_ids else -1 for turn in turns],
         [len(turn.output_ids) for turn in turns],
     )
-    kept_offsets, kept_ids, kept_logprobs, kept_exact = _kept_sets(
-        trajectory, turns, ids=ids, mask=mask, logprobs=logprobs
-    )
+    kept, kept_exact = _kept_sets(trajectory, turns, ids=ids, mask=mask, logprobs=logprobs)
+    head = _heads(trajectory, turns)
     return TrainSample(
         session_id=trajectory.session_id,
         ids=ids,
@@ -79,10 +79,13 @@ def to_sample(trajectory: Trajectory, *, advantage: float) -> TrainSample:
         versions=versions,
         pools=pools,
         pool_names=pool_names,
-        kept_offsets=kept_offsets,
-        kept_ids=kept_ids,
-        kept_logprobs=kept_logprobs,
+        kept_offsets=_offsets(kept, mask),
+        kept_ids=None if kept is None else kept.ids,
+        kept_logprobs=None if kept is None else kept.logprobs,
         kept_exact=kept_exact,
+        head_offsets=_offsets(head, mask),
+        head_ids=None if head is None else head.ids,
+        head_logprobs=None if head is None else head.logprobs,
         reward=trajectory.reward,
     )
 
@@ -111,13 +114,9 @@ def _check_turn(turn: Turn, *, where: str) -> None:
         position = span.end
     if position != num_sampled:
         raise DataError(f"{where}: version spans cover {position} of {num_sampled} sampled tokens")
-    if turn.kept_ids is None or turn.kept_logprobs is None:
-        return
-    if len(turn.kept_ids) != num_sampled or len(turn.kept_logprobs) != num_sampled:
-        raise DataError(
-            f"{where}: {num_sampled} sampled tokens but {len(turn.kept_ids)} kept sets with "
-            f"{len(turn.kept_logprobs)} logprob lists"
-        )
+    for name, sets in (("kept sets", turn.kept), ("heads", turn.head)):
+        if sets is not None and len(sets) != num_sampled:
+            raise DataError(f"{where}: {num_sampled} sampled tokens but {len(sets)} {name}")
 
 
 def _turn_versions(turn: Turn) -> np.ndarray:
@@ -134,76 +133,81 @@ def _kept_sets(
     ids: np.ndarray,
     mask: np.ndarray,
     logprobs: np.ndarray,
-) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None, bool]:
-    """(offsets [T + 1], ids, logprobs, is exact); the first three None without kept sets."""
+) -> tuple[Candidates | None, bool]:
+    """(one set per sampled token, is exact); None without kept sets."""
     sampling = [turn for turn in turns if turn.output_ids]
-    kinds = {(turn.kept_ids is not None, turn.kept_exact) for turn in sampling}
+    kinds = {(turn.kept is not None, turn.kept_exact) for turn in sampling}
     if not any(has_kept for has_kept, _ in kinds):
-        return None, None, None, True
+        return None, True
     if len(kinds) > 1:
         raise DataError(
             f"{_where(trajectory)}: some turns recorded kept sets, others heads or nothing; "
             "a session must record one kind throughout"
         )
-    kept_lists = [kept for turn in sampling for kept in turn.kept_ids or ()]
-    logprob_lists = [kept for turn in sampling for kept in turn.kept_logprobs or ()]
-    sizes = np.fromiter(map(len, kept_lists), dtype=np.int64, count=len(kept_lists))
-    logprob_sizes = np.fromiter(map(len, logprob_lists), dtype=np.int64, count=len(logprob_lists))
-    if len(sizes) != len(logprob_sizes) or (sizes != logprob_sizes).any() or (sizes == 0).any():
-        raise DataError(
-            f"{_where(trajectory)}: kept ids and kept logprobs differ in length, or a kept set "
-            "is empty"
-        )
-    kept_ids = _flat(kept_lists, np.int32)
-    kept_logprobs = _flat(logprob_lists, np.float32)
+    kept = Candidates.joined(turn.kept for turn in sampling if turn.kept is not None)
+    if (kept.sizes == 0).any():
+        raise DataError(f"{_where(trajectory)}: a kept set is empty")
     kept_exact = sampling[0].kept_exact
-    _check_kept(
-        trajectory,
-        sizes=sizes,
-        kept_ids=kept_ids,
-        kept_logprobs=kept_logprobs,
-        sampled_ids=ids[mask],
-        sampled_logprobs=logprobs[mask],
-        kept_exact=kept_exact,
+    _check_mass(trajectory, kept, name="kept set", is_whole=kept_exact)
+    _check_sampled(trajectory, kept, ids[mask], logprobs[mask], kept_exact=kept_exact)
+    return kept, kept_exact
+
+
+def _heads(trajectory: Trajectory, turns: Sequence[Turn]) -> Candidates | None:
+    """One head per sampled token, empty for turns without; None when no turn has one."""
+    sampling = [turn for turn in turns if turn.output_ids]
+    if all(turn.head is None for turn in sampling):
+        return None
+    heads = Candidates.joined(
+        Candidates.of([()] * len(turn.output_ids), [()] * len(turn.output_ids))
+        if turn.head is None
+        else turn.head
+        for turn in sampling
     )
-    all_sizes = np.zeros(len(ids), dtype=np.int64)
-    all_sizes[mask] = sizes
-    offsets = np.concatenate([[0], np.cumsum(all_sizes)]).astype(np.int32)
-    return offsets, kept_ids, kept_logprobs, kept_exact
+    _check_mass(trajectory, heads, name="head", is_whole=False)
+    return heads
 
 
-def _check_kept(
+def _offsets(candidates: Candidates | None, mask: np.ndarray) -> np.ndarray | None:
+    """int32 [T + 1]: the sets of the sampled tokens among all tokens of the sequence."""
+    if candidates is None:
+        return None
+    sizes = np.zeros(len(mask), dtype=np.int32)
+    sizes[mask] = candidates.sizes
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+
+
+def _check_mass(trajectory: Trajectory, sets: Candidates, *, name: str, is_whole: bool) -> None:
+    mass = sets.mass()
+    is_bad = ~(mass <= 1 + KEPT_SUM_TOLERANCE)
+    if is_whole:
+        is_bad |= ~(mass >= 1 - KEPT_SUM_TOLERANCE)
+    if is_bad.any():
+        token = int(np.argmax(is_bad))
+        allowed = "1" if is_whole else "at most 1"
+        raise DataError(
+            f"{_where(trajectory)}: the {name} of sampled token {token} has probabilities that "
+            f"sum to {mass[token]:.6f}, must be {allowed}"
+        )
+
+
+def _check_sampled(
     trajectory: Trajectory,
-    *,
-    sizes: np.ndarray,
-    kept_ids: np.ndarray,
-    kept_logprobs: np.ndarray,
+    kept: Candidates,
     sampled_ids: np.ndarray,
     sampled_logprobs: np.ndarray,
+    *,
     kept_exact: bool,
 ) -> None:
-    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    token_of_slot = np.repeat(np.arange(len(sizes)), sizes)
-    sums = np.add.reduceat(np.exp(kept_logprobs.astype(np.float64)), starts)
-    is_bad_sum = ~(sums <= 1 + KEPT_SUM_TOLERANCE)
-    if kept_exact:
-        is_bad_sum |= ~(sums >= 1 - KEPT_SUM_TOLERANCE)
-    if is_bad_sum.any():
-        token = int(np.argmax(is_bad_sum))
-        allowed = "1" if kept_exact else "at most 1"
-        raise DataError(
-            f"{_where(trajectory)}: the kept set of sampled token {token} has probabilities that "
-            f"sum to {sums[token]:.6f}, must be {allowed}"
-        )
-    is_sampled = kept_ids == sampled_ids[token_of_slot]
-    hits = np.add.reduceat(is_sampled.astype(np.int64), starts)
+    slots, hits = kept.find(sampled_ids)
     if (hits > 1).any() or (kept_exact and (hits == 0).any()):
         token = int(np.argmax((hits > 1) | (kept_exact & (hits == 0))))
         raise DataError(
             f"{_where(trajectory)}: sampled token {token} (id {sampled_ids[token]}) appears "
             f"{hits[token]} times in its own kept set, must be once"
         )
-    gap = np.abs(kept_logprobs[is_sampled] - sampled_logprobs[token_of_slot[is_sampled]])
+    found = slots >= 0
+    gap = np.abs(kept.logprobs[slots[found]] - sampled_logprobs[found])
     if gap.size and not gap.max() <= SAMPLED_TOLERANCE:
         raise DataError(
             f"{_where(trajectory)}: a sampled token's logprob differs by {gap.max():.4f} from the "

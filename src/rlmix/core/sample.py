@@ -36,4 +36,14 @@ class TrainSample:
     kept_exact: bool = True
     """True: the kept sets are the whole support that was sampled from. False: they are only the
     most likely candidates, with full-vocabulary logprobs that sum to less than 1 in exp."""
+    head_offsets: np.ndarray | None = None
+    """int32 [T + 1], beside exact kept sets: token t's head is head_offsets[t]:head_offsets[t+1],
+    empty for the many tokens without one. None: no turn recorded one."""
+    head_ids: np.ndarray | None = None
+    """int32 [total head slots]."""
+    head_logprobs: np.ndarray | None = None
+    """float32 [total head slots], the sampler's over the whole vocabulary, after temperature."""
+    experts: np.ndarray | None = None
+    """int16 [T, layers, top_k], the experts that the sampler routed each token to; -1 where that
+    was not recorded. None: no turn recorded them."""
     reward: float = 0.0

@@ -7,6 +7,10 @@ drawn from, the pool's numerics key and the weight version; none of these is eve
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import numpy as np
+
+from rlmix.core.candidates import Candidates
+
 
 class StopReason(StrEnum):
     """Why a session ended. Exactly one applies; the first that is met, in the listed order."""
@@ -52,13 +56,17 @@ class Turn:
     sampler_logprobs: tuple[float, ...]
     """Natural log, one per output id, of the distribution really sampled from (after
     temperature, renormalised on the kept set when one was used)."""
-    kept_ids: tuple[tuple[int, ...], ...] | None = None
-    """Token ids of each position's kept set; None when nothing was cut off."""
-    kept_logprobs: tuple[tuple[float, ...], ...] | None = None
-    """Sampler logprobs over each kept set, in the order of `kept_ids`; sums to 1 in exp."""
+    kept: Candidates | None = None
+    """One set per output id; None when nothing was cut off and no head was asked for."""
     kept_exact: bool = True
-    """True: the kept sets are the whole support that was sampled from. False: they are only the
-    most likely candidates, with full-vocabulary logprobs that sum to less than 1 in exp."""
+    """True: the sets are the whole support that was sampled from and sum to 1 in exp. False: they
+    are only the most likely candidates, with full-vocabulary logprobs that sum to less than 1."""
+    head: Candidates | None = None
+    """Beside exact sets, on the few turns that watch the tail: the most likely ids of each
+    position with logprobs over the whole vocabulary, at the sampling temperature."""
+    experts: np.ndarray | None = field(default=None, compare=False)
+    """uint8 or int16 [context tokens of the turn, layers, top_k], the experts that the engine
+    routed to; None when it was not asked. Left out of `==`."""
     observation_ids: tuple[int, ...] = ()
     """Ids appended after the turn (tool output, next generation prompt); never trained on."""
     version_spans: tuple[VersionSpan, ...] = ()

@@ -14,13 +14,13 @@ import aiohttp
 import orjson
 
 from rlmix.core.errors import EngineError
+from rlmix.engine.answers import parse_document
 from rlmix.engine.protocol import (
     MIN_VERSION_HEADER,
     SESSION_HEADER,
     EngineRefused,
     GenerateRequest,
     Generation,
-    parse_generation,
     request_body,
 )
 
@@ -92,7 +92,7 @@ class EngineClient:
                         continue
                     if status == 200:
                         answer = _decode(raw, where=f"{self._base_url}/generate")
-                        return parse_generation(answer, request, answer_headers)
+                        return parse_document(answer, request, answer_headers)
                     if status == 409:
                         waiting_for = f"weight version {request.min_version} (409)"
                     elif status == 503:

@@ -6,8 +6,12 @@ in shape. The client's side of the same shapes is `rlmix.engine.protocol`.
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from rlmix.core.candidates import Candidates
 from rlmix.core.numerics_key import NumericsKey
 from rlmix.core.trajectory import VersionSpan
 from rlmix.engine.protocol import NUMERICS_HEADER, POOL_HEADER, REPLICA_HEADER
@@ -16,58 +20,80 @@ DEFAULT_MASK_CAP = 4096
 """Largest kept set that is recorded; a larger one ends the request with an error."""
 
 
-def generate_document(
-    *,
-    rid: str,
-    output_ids: Sequence[int],
-    finish_reason: Mapping[str, Any],
-    num_prompt_tokens: int,
-    num_cached_tokens: int,
-    spans: Sequence[VersionSpan],
-    weight_version: int,
-    latency_s: float,
-    num_retractions: int = 0,
-    token_logprobs: Sequence[Any] | None = None,
-    top_logprobs: Sequence[Sequence[tuple[Any, int]]] | None = None,
-    kept_ids: Sequence[Any] | None = None,
-    kept_logprobs: Sequence[Any] | None = None,
-) -> dict[str, Any]:
-    """The answer to `/generate`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a server has to say to `/generate`. N output tokens."""
 
-    Args:
-        token_logprobs, top_logprobs: Python floats, or numpy float32, which JSON then holds in
-            their shortest exact form.
-        kept_ids: one array of ids per output token.
-        kept_logprobs: per output token the sampled token's logprob (`selected`) or the set's in
-            the order of `kept_ids` (`support`).
-    """
-    meta: dict[str, Any] = {
-        "id": rid,
-        "finish_reason": dict(finish_reason),
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": len(output_ids),
-        "cached_tokens": num_cached_tokens,
-        "weight_version": str(spans[-1].version if spans else weight_version),
+    rid: str
+    output_ids: Sequence[int]
+    finish_reason: Mapping[str, Any]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    spans: Sequence[VersionSpan]
+    weight_version: int
+    latency_s: float
+    num_retractions: int = 0
+    logprobs: np.ndarray | None = None
+    """float32 [N], after temperature, over the whole vocabulary; None when not asked for."""
+    sampling_logprobs: np.ndarray | None = None
+    """float32 [N], the sampled token's within its kept set; None when no sets were asked for."""
+    kept: Candidates | None = None
+    """Kept sets; None when none were asked for."""
+    tells_support: bool = False
+    """True: the sets' logprobs are part of the answer (`sampling_logprobs_mode` support)."""
+    head: Candidates | None = None
+
+
+def meta_info(answer: Answer) -> dict[str, Any]:
+    """All facts of an answer that are not one value per token."""
+    spans = answer.spans
+    return {
+        "id": answer.rid,
+        "finish_reason": dict(answer.finish_reason),
+        "prompt_tokens": answer.num_prompt_tokens,
+        "completion_tokens": len(answer.output_ids),
+        "cached_tokens": answer.num_cached_tokens,
+        "weight_version": str(spans[-1].version if spans else answer.weight_version),
         "weight_versions": [
             {"version": str(span.version), "start": span.start, "end": span.end} for span in spans
         ],
-        "num_retractions": num_retractions,
-        "e2e_latency": latency_s,
+        "num_retractions": answer.num_retractions,
+        "e2e_latency": answer.latency_s,
     }
-    if token_logprobs is not None:
+
+
+def generate_document(answer: Answer) -> dict[str, Any]:
+    """The answer to `/generate` as JSON. Its float32 values are written in their shortest exact
+    form."""
+    meta = meta_info(answer)
+    output_ids = list(answer.output_ids)
+    if answer.logprobs is not None:
         meta["output_token_logprobs"] = [
             [logprob, token, None]
-            for logprob, token in zip(token_logprobs, output_ids, strict=True)
+            for logprob, token in zip(answer.logprobs, output_ids, strict=True)
         ]
-    if top_logprobs is not None:
+    if answer.head is not None:
         meta["output_top_logprobs"] = [
-            [[logprob, token, None] for logprob, token in entries] for entries in top_logprobs
+            [[logprob, token, None] for token, logprob in zip(ids.tolist(), values, strict=True)]
+            for ids, values in _rows(answer.head)
         ]
-    if kept_ids is not None:
-        meta["output_token_sampling_mask"] = kept_ids
-        meta["output_token_sampling_logprobs"] = kept_logprobs
-        meta["output_token_sampling_mask_length"] = [len(ids) for ids in kept_ids]
-    return {"text": "", "output_ids": list(output_ids), "meta_info": meta}
+    if answer.kept is not None:
+        rows = _rows(answer.kept)
+        meta["output_token_sampling_mask"] = [ids for ids, _ in rows]
+        meta["output_token_sampling_mask_length"] = answer.kept.sizes
+        meta["output_token_sampling_logprobs"] = (
+            [values for _, values in rows] if answer.tells_support else answer.sampling_logprobs
+        )
+    return {"text": "", "output_ids": output_ids, "meta_info": meta}
+
+
+def _rows(candidates: Candidates) -> list[tuple[np.ndarray, np.ndarray]]:
+    edges = candidates.offsets[1:-1]
+    if not len(candidates):
+        return []
+    return list(
+        zip(np.split(candidates.ids, edges), np.split(candidates.logprobs, edges), strict=True)
+    )
 
 
 def identity_headers(*, pool: str, replica: str, numerics: NumericsKey) -> dict[str, str]:

@@ -3,7 +3,8 @@
 Readable with any JSON tool: ids are numbers, logprobs are numbers with the digits that a float32
 needs to come back bit for bit, commands are text. Only the kept sets of top-p sampling, which are
 many and which nobody reads by eye, are packed: base64 of little-endian arrays, `lengths` (int32,
-one per sampled token), `ids` (int32) and `logprobs` (float32), in order. Nothing is left out.
+one per sampled token), `ids` (int32) and `logprobs` (float32), in order; heads likewise, and
+experts with dtype and shape. Nothing is left out.
 
 `trajectories/index.jsonl` sums up each file, so that reports need not read the tokens.
 """
@@ -11,19 +12,18 @@ one per sampled token), `ids` (int32) and `logprobs` (float32), in order. Nothin
 import base64
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import orjson
 
+from rlmix.core.candidates import Candidates
 from rlmix.core.errors import DataError
 from rlmix.core.trajectory import Outcome, StopReason, Trajectory, Turn, VersionSpan
 from rlmix.observe.jsonl import read_jsonl, valid_text, write_atomically
 
 INDEX_FILE = "index.jsonl"
-T = TypeVar("T")
 
 _OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 
@@ -158,20 +158,22 @@ def _encode_turn(turn: Turn) -> dict[str, Any]:
         "tool_s": round(turn.tool_s, 6),
         "output_ids": turn.output_ids,
         "sampler_logprobs": np.asarray(turn.sampler_logprobs, dtype=np.float32),
-        "kept": _encode_kept(turn),
+        "kept": _encode_candidates(turn.kept),
         "kept_exact": turn.kept_exact,
+        "head": _encode_candidates(turn.head),
+        "experts": _encode_array(turn.experts),
         "observation_ids": turn.observation_ids,
     }
 
 
 def _decode_turn(record: dict[str, Any]) -> Turn:
-    kept_ids, kept_logprobs = _decode_kept(record["kept"])
     return Turn(
         output_ids=tuple(record["output_ids"]),
         sampler_logprobs=_float32(record["sampler_logprobs"]),
-        kept_ids=kept_ids,
-        kept_logprobs=kept_logprobs,
+        kept=_decode_candidates(record["kept"]),
         kept_exact=record["kept_exact"],
+        head=_decode_candidates(record["head"]),
+        experts=_decode_array(record["experts"]),
         observation_ids=tuple(record["observation_ids"]),
         version_spans=tuple(
             VersionSpan(version=version, start=start, end=end)
@@ -189,39 +191,42 @@ def _decode_turn(record: dict[str, Any]) -> Turn:
     )
 
 
-def _encode_kept(turn: Turn) -> dict[str, str] | None:
-    if turn.kept_ids is None:
+def _encode_candidates(candidates: Candidates | None) -> dict[str, str] | None:
+    if candidates is None:
         return None
-    kept = {
-        "lengths": _pack([len(ids) for ids in turn.kept_ids], "<i4"),
-        "ids": _pack([token for ids in turn.kept_ids for token in ids], "<i4"),
+    return {
+        "lengths": _pack(candidates.sizes, "<i4"),
+        "ids": _pack(candidates.ids, "<i4"),
+        "logprobs": _pack(candidates.logprobs, "<f4"),
     }
-    if turn.kept_logprobs is not None:
-        kept["logprobs"] = _pack([value for row in turn.kept_logprobs for value in row], "<f4")
-    return kept
 
 
-def _decode_kept(
-    kept: dict[str, str] | None,
-) -> tuple[tuple[tuple[int, ...], ...] | None, tuple[tuple[float, ...], ...] | None]:
-    if kept is None:
-        return None, None
-    lengths = _unpack(kept["lengths"], "<i4").tolist()
-    ids = _split(_unpack(kept["ids"], "<i4").tolist(), lengths)
-    if "logprobs" not in kept:
-        return ids, None
-    return ids, _split(_unpack(kept["logprobs"], "<f4").tolist(), lengths)
-
-
-def _split(values: list[T], lengths: list[int]) -> tuple[tuple[T, ...], ...]:
-    ends = list(accumulate(lengths))
-    return tuple(
-        tuple(values[end - length : end]) for end, length in zip(ends, lengths, strict=True)
+def _decode_candidates(record: dict[str, str] | None) -> Candidates | None:
+    if record is None:
+        return None
+    lengths = _unpack(record["lengths"], "<i4")
+    return Candidates(
+        offsets=np.concatenate(([0], lengths.cumsum())),
+        ids=_unpack(record["ids"], "<i4"),
+        logprobs=_unpack(record["logprobs"], "<f4"),
     )
 
 
-def _pack(values: Sequence[int] | Sequence[float], dtype: str) -> str:
-    return base64.b64encode(np.asarray(values, dtype=dtype).tobytes()).decode()
+def _encode_array(values: np.ndarray | None) -> dict[str, Any] | None:
+    if values is None:
+        return None
+    dtype = values.dtype.newbyteorder("<").str
+    return {"dtype": dtype, "shape": values.shape, "data": _pack(values, dtype)}
+
+
+def _decode_array(record: dict[str, Any] | None) -> np.ndarray | None:
+    if record is None:
+        return None
+    return _unpack(record["data"], record["dtype"]).reshape(record["shape"])
+
+
+def _pack(values: np.ndarray, dtype: str) -> str:
+    return base64.b64encode(values.astype(dtype, copy=False).tobytes()).decode()
 
 
 def _unpack(text: str, dtype: str) -> np.ndarray:

@@ -126,9 +126,10 @@ class _Session:
         turn = Turn(
             output_ids=answer.output_ids,
             sampler_logprobs=answer.sampler_logprobs,
-            kept_ids=answer.kept_ids,
-            kept_logprobs=answer.kept_logprobs,
+            kept=answer.kept,
             kept_exact=answer.kept_exact,
+            head=answer.head,
+            experts=answer.experts,
             version_spans=answer.version_spans,
             pool=answer.pool,
             replica=answer.replica,

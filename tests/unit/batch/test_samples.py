@@ -7,16 +7,18 @@ import numpy as np
 import pytest
 
 from rlmix.batch.samples import to_sample
+from rlmix.core.candidates import Candidates
 from rlmix.core.errors import DataError
 from rlmix.core.trajectory import Outcome, StopReason, Trajectory, Turn, VersionSpan
 
 LOG = math.log
+KEPT_LOGPROBS = ((LOG(0.75), LOG(0.25)), (LOG(0.5), LOG(0.5)))
+KEPT = Candidates.of([(20, 7), (3, 21)], KEPT_LOGPROBS)
 
 FIRST = Turn(
     output_ids=(20, 21),
     sampler_logprobs=(LOG(0.75), LOG(0.5)),
-    kept_ids=((20, 7), (3, 21)),
-    kept_logprobs=((LOG(0.75), LOG(0.25)), (LOG(0.5), LOG(0.5))),
+    kept=KEPT,
     observation_ids=(30,),
     version_spans=(VersionSpan(version=4, start=0, end=1), VersionSpan(version=5, start=1, end=2)),
     pool="h100",
@@ -24,12 +26,15 @@ FIRST = Turn(
 SECOND = Turn(
     output_ids=(22,),
     sampler_logprobs=(0.0,),
-    kept_ids=((22,),),
-    kept_logprobs=((0.0,),),
+    kept=Candidates.of([(22,)], [(0.0,)]),
     observation_ids=(31,),
     version_spans=(VersionSpan(version=5, start=0, end=1),),
     pool="b200",
 )
+
+
+def with_first(*logprobs):
+    return Candidates.of([(20, 7), (3, 21)], [logprobs, KEPT_LOGPROBS[1]])
 
 
 def session(*turns, prompt_ids=(10, 11)):
@@ -68,9 +73,7 @@ def test_kept_sets_are_compressed_rows_with_empty_rows_for_what_was_not_sampled(
 
 
 def test_a_session_without_kept_sets_has_none():
-    bare = [
-        dataclasses.replace(turn, kept_ids=None, kept_logprobs=None) for turn in (FIRST, SECOND)
-    ]
+    bare = [dataclasses.replace(turn, kept=None) for turn in (FIRST, SECOND)]
     sample = to_sample(session(*bare), advantage=0.0)
     assert sample.kept_offsets is None
     assert sample.kept_ids is None
@@ -78,13 +81,23 @@ def test_a_session_without_kept_sets_has_none():
 
 def test_a_head_may_sum_to_less_than_one_and_miss_the_sampled_token():
     head = dataclasses.replace(
-        SECOND, kept_exact=False, kept_ids=((1, 2),), kept_logprobs=((LOG(0.4), LOG(0.3)),),
+        SECOND, kept_exact=False, kept=Candidates.of([(1, 2)], [(LOG(0.4), LOG(0.3))]),
         sampler_logprobs=(LOG(0.1),),
     )  # fmt: skip
     sample = to_sample(session(head), advantage=0.0)
     assert not sample.kept_exact
     with pytest.raises(DataError, match=r"sum to 0\.700000, must be 1$"):
         to_sample(session(dataclasses.replace(head, kept_exact=True)), advantage=0.0)
+
+
+def test_heads_are_rows_of_the_turns_that_have_one_and_empty_elsewhere():
+    head = Candidates.of([(22, 9)], [(LOG(0.8), LOG(0.1))])
+    sample = to_sample(session(FIRST, dataclasses.replace(SECOND, head=head)), advantage=0.0)
+    assert sample.head_offsets.tolist() == [0, 0, 0, 0, 0, 0, 2]
+    assert sample.head_ids.tolist() == [22, 9]
+    assert np.exp(sample.head_logprobs).tolist() == pytest.approx([0.8, 0.1])
+    assert sample.kept_exact
+    assert to_sample(session(FIRST, SECOND), advantage=0.0).head_offsets is None
 
 
 def test_turns_after_the_last_sampled_token_are_dropped():
@@ -101,12 +114,20 @@ def test_turns_after_the_last_sampled_token_are_dropped():
         ({"version_spans": FIRST.version_spans[:1]}, "version spans cover 1 of 2"),
         ({"version_spans": FIRST.version_spans[1:]}, "does not continue at token 0"),
         ({"version_spans": (VersionSpan(version=-1, start=0, end=2),)}, "version -1"),
-        ({"kept_ids": FIRST.kept_ids[:1]}, "2 sampled tokens but 1 kept sets"),
-        ({"kept_ids": ((20,), (3, 21))}, "differ in length"),
-        ({"kept_ids": ((20, 7), (3, 4))}, r"sampled token 1 \(id 21\) appears 0 times"),
-        ({"kept_ids": ((20, 20), (3, 21))}, r"sampled token 0 \(id 20\) appears 2 times"),
-        ({"kept_logprobs": ((LOG(0.7), LOG(0.2)), (LOG(0.5), LOG(0.5)))}, "sum to 0.9"),
-        ({"kept_logprobs": ((math.nan, LOG(0.2)), (LOG(0.5), LOG(0.5)))}, "sum to nan"),
+        ({"kept": KEPT.slice(0, 1)}, "2 sampled tokens but 1 kept sets"),
+        ({"head": KEPT.slice(0, 1)}, "2 sampled tokens but 1 heads"),
+        ({"kept": Candidates.of([(), (3, 21)], [(), KEPT_LOGPROBS[1]])}, "a kept set is empty"),
+        (
+            {"kept": Candidates.of([(20, 7), (3, 4)], KEPT_LOGPROBS)},
+            r"sampled token 1 \(id 21\) appears 0 times",
+        ),
+        (
+            {"kept": Candidates.of([(20, 20), (3, 21)], KEPT_LOGPROBS)},
+            r"sampled token 0 \(id 20\) appears 2 times",
+        ),
+        ({"kept": with_first(LOG(0.7), LOG(0.2))}, r"kept set of .* sum to 0\.9"),
+        ({"kept": with_first(math.nan, LOG(0.2))}, "sum to nan"),
+        ({"head": with_first(LOG(0.9), LOG(0.2))}, r"head of .* sum to 1\.1.*at most 1$"),
         ({"sampler_logprobs": (LOG(0.7), LOG(0.5))}, "taken before renormalisation"),
     ],
 )
@@ -117,7 +138,7 @@ def test_a_record_that_contradicts_itself_is_refused_with_its_session(changes, m
 
 
 def test_a_session_may_not_mix_kept_sets_with_heads_or_nothing():
-    bare = dataclasses.replace(SECOND, kept_ids=None, kept_logprobs=None)
+    bare = dataclasses.replace(SECOND, kept=None)
     with pytest.raises(DataError, match="one kind throughout"):
         to_sample(session(FIRST, bare), advantage=0.0)
 

@@ -68,15 +68,15 @@ def test_a_turn_carries_the_logprobs_of_the_distribution_that_was_sampled():
             turn = await client.generate(request())
         context = [1, 2, 3]
         for token, logprob, ids, logprobs in zip(
-            turn.output_ids, turn.sampler_logprobs, turn.kept_ids, turn.kept_logprobs, strict=True
+            turn.output_ids, turn.sampler_logprobs, *turn.kept.lists(), strict=True
         ):
             full = policy.logprobs(context, version=3, temperature=0.7).astype(np.float64)
             order = np.argsort(-full)
             before = np.concatenate(([0.0], np.exp(full[order]).cumsum()[:-1]))
             expected = order[(before <= 0.9) & (np.arange(VOCAB) < 20)]
             assert set(ids) == set(expected.tolist())
-            norm = np.log(np.exp(full[list(ids)]).sum())
-            np.testing.assert_allclose(logprobs, full[list(ids)] - norm, atol=1e-6)
+            norm = np.log(np.exp(full[ids]).sum())
+            np.testing.assert_allclose(logprobs, full[ids] - norm, atol=1e-6)
             assert logprob == logprobs[ids.index(token)]
             context.append(token)
         assert turn.version_spans == (VersionSpan(version=3, start=0, end=len(turn.output_ids)),)
@@ -104,7 +104,7 @@ def test_without_support_a_truncated_turn_still_reports_renormalised_logprobs():
         async with serving() as (_, client):
             support = await client.generate(request(session="a"))
             plain = await client.generate(request(session="b", record="none"))
-        assert plain.kept_ids is None
+        assert plain.kept is None
         assert plain.sampler_logprobs == support.sampler_logprobs
 
     run(scenario())
@@ -117,7 +117,7 @@ def test_a_head_is_marked_as_not_exact_and_refused_under_truncation():
                 request(record="head", head_k=4, top_p=1.0, top_k=-1, max_new_tokens=3)
             )
         assert not turn.kept_exact
-        assert [len(ids) for ids in turn.kept_ids] == [4] * len(turn.output_ids)
+        assert turn.kept.sizes.tolist() == [4] * len(turn.output_ids)
 
     run(scenario())
     with pytest.raises(ValueError, match="not those of top-p"):

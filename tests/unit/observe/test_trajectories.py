@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlmix.core.candidates import Candidates
 from rlmix.core.errors import DataError
 from rlmix.core.trajectory import Outcome, StopReason, Trajectory, Turn, VersionSpan
 from rlmix.observe.trajectories import (
@@ -24,8 +25,7 @@ def make_turn(pool: str = "b200", version: int = 3) -> Turn:
     return Turn(
         output_ids=(5, 6, 7),
         sampler_logprobs=(-0.1, -2.5, 0.0),
-        kept_ids=((5, 9), (6,), (7, 1, 2)),
-        kept_logprobs=((-0.1, -2.4), (0.0,), (-1.0, -1.1, -1.2)),
+        kept=Candidates.of([(5, 9), (6,), (7, 1, 2)], [(-0.1, -2.4), (0.0,), (-1.0, -1.1, -1.2)]),
         observation_ids=(11, 12),
         version_spans=(
             VersionSpan(version=version, start=0, end=2),
@@ -63,18 +63,12 @@ def make_trajectory(
 
 
 def as_float32(trajectory: Trajectory) -> Trajectory:
-    def narrow(values: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(np.asarray(values, dtype=np.float32).tolist())
-
     return dataclasses.replace(
         trajectory,
         turns=tuple(
             dataclasses.replace(
                 turn,
-                sampler_logprobs=narrow(turn.sampler_logprobs),
-                kept_logprobs=None
-                if turn.kept_logprobs is None
-                else tuple(narrow(row) for row in turn.kept_logprobs),
+                sampler_logprobs=tuple(np.float32(turn.sampler_logprobs).tolist()),
             )
             for turn in trajectory.turns
         ),
@@ -103,10 +97,20 @@ def test_logprobs_are_plain_numbers_short_enough_to_read(tmp_path: Path) -> None
     assert json.loads(text)["turns"][0]["command"] == "sed -n 1,5p a.py"
 
 
-def test_turn_without_kept_sets_stays_without(tmp_path: Path) -> None:
-    turn = dataclasses.replace(make_turn(), kept_ids=None, kept_logprobs=None)
+def test_routed_experts_come_back_with_their_shape_and_type(tmp_path: Path) -> None:
+    experts = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    turn = dataclasses.replace(make_turn(), experts=experts)
     write_trajectories(tmp_path, 1, [make_trajectory(turn)])
-    assert read_trajectories(tmp_path / "step_000001.jsonl")[0].turns[0].kept_ids is None
+    found = read_trajectories(tmp_path / "step_000001.jsonl")[0].turns[0].experts
+    assert found is not None
+    assert found.dtype == np.uint8
+    assert found.tolist() == experts.tolist()
+
+
+def test_turn_without_kept_sets_stays_without(tmp_path: Path) -> None:
+    turn = dataclasses.replace(make_turn(), kept=None)
+    write_trajectories(tmp_path, 1, [make_trajectory(turn)])
+    assert read_trajectories(tmp_path / "step_000001.jsonl")[0].turns[0].kept is None
 
 
 def test_command_of_undecodable_bytes_is_stored_readably(tmp_path: Path) -> None:
@@ -149,22 +153,26 @@ logprobs = st.floats(min_value=-(2.0**100), max_value=0.0, width=32)
 
 
 @st.composite
-def turns(draw: st.DrawFn) -> Turn:
-    num_tokens = draw(st.integers(min_value=0, max_value=5))
-    kept = draw(
-        st.none()
-        | st.lists(
+def candidates(draw: st.DrawFn, num_tokens: int) -> Candidates:
+    rows = draw(
+        st.lists(
             st.lists(st.tuples(token_ids, logprobs), max_size=4),
             min_size=num_tokens,
             max_size=num_tokens,
         )
     )
+    return Candidates.of([[i for i, _ in row] for row in rows], [[v for _, v in r] for r in rows])
+
+
+@st.composite
+def turns(draw: st.DrawFn) -> Turn:
+    num_tokens = draw(st.integers(min_value=0, max_value=5))
     return Turn(
         output_ids=tuple(draw(st.lists(token_ids, min_size=num_tokens, max_size=num_tokens))),
         sampler_logprobs=tuple(draw(st.lists(logprobs, min_size=num_tokens, max_size=num_tokens))),
-        kept_ids=None if kept is None else tuple(tuple(i for i, _ in row) for row in kept),
-        kept_logprobs=None if kept is None else tuple(tuple(v for _, v in row) for row in kept),
+        kept=draw(st.none() | candidates(num_tokens)),
         kept_exact=draw(st.booleans()),
+        head=draw(st.none() | candidates(num_tokens)),
         command=draw(st.text(max_size=8)),
         exit_code=draw(st.none() | st.integers(0, 255)),
     )

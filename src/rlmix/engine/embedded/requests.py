@@ -7,11 +7,12 @@ Invariant: a request that was accepted can be served; everything that could make
 import asyncio
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from rlmix.core.candidates import Candidates
 from rlmix.core.trajectory import VersionSpan
 from rlmix.engine import wire
 from rlmix.engine.http import RequestError
@@ -78,9 +79,10 @@ class Request:
         self.finish_reason: dict[str, Any] | None = None
         self.output_ids: list[int] = []
         self.logprobs: list[np.float32] = []
-        self.top_logprobs: list[list[tuple[np.float32, int]]] = []
-        self.kept_ids: list[np.ndarray] = []
-        self.kept_logprobs: list[Any] = []
+        self.sampling_logprobs: list[np.float32] = []
+        self.kept_sets: list[tuple[np.ndarray, np.ndarray]] = []
+        """Per output token: ids and logprobs."""
+        self.heads: list[tuple[np.ndarray, np.ndarray]] = []
         self.spans: list[VersionSpan] = []
         self.num_computed = 0
         """Tokens whose keys and values are in the request's slot."""
@@ -122,10 +124,10 @@ class Request:
         elif position + 1 == self.max_new_tokens:
             self.finish_reason = {"type": "length", "length": position + 1}
 
-    def document(self, *, weight_version: int) -> dict[str, Any]:
-        """The answer."""
+    def answer(self, *, weight_version: int) -> wire.Answer:
+        """What was sampled and recorded."""
         assert self.finish_reason is not None
-        return wire.generate_document(
+        return wire.Answer(
             rid=self.rid,
             output_ids=self.output_ids,
             finish_reason=self.finish_reason,
@@ -135,11 +137,23 @@ class Request:
             weight_version=weight_version,
             latency_s=self.finished_s - self.arrived_s,
             num_retractions=self.num_retractions,
-            token_logprobs=self.logprobs if self.wants_logprobs else None,
-            top_logprobs=self.top_logprobs if self.num_top_logprobs else None,
-            kept_ids=self.kept_ids if self.mask_mode else None,
-            kept_logprobs=self.kept_logprobs if self.mask_mode else None,
+            logprobs=np.array(self.logprobs, dtype=np.float32) if self.wants_logprobs else None,
+            sampling_logprobs=np.array(self.sampling_logprobs, dtype=np.float32)
+            if self.mask_mode
+            else None,
+            kept=_joined(self.kept_sets) if self.mask_mode else None,
+            tells_support=self.mask_mode == "support",
+            head=_joined(self.heads) if self.num_top_logprobs else None,
         )
+
+
+def _joined(sets: Sequence[tuple[np.ndarray, np.ndarray]]) -> Candidates:
+    sizes = np.fromiter((len(ids) for ids, _ in sets), dtype=np.int64, count=len(sets))
+    return Candidates(
+        offsets=np.concatenate(([0], sizes.cumsum())),
+        ids=np.concatenate([ids for ids, _ in sets] or [np.empty(0, np.int32)]),
+        logprobs=np.concatenate([values for _, values in sets] or [np.empty(0, np.float32)]),
+    )
 
 
 def parse_request(

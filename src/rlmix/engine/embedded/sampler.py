@@ -73,11 +73,8 @@ class Sampler:
                     "recorded (--sampling-mask-max-tokens)",
                 }
                 continue
-            request.kept_ids.append(sets.ids_M[start:end])
-            if request.mask_mode == "support":
-                request.kept_logprobs.append(sets.logprobs_M[start:end])
-            else:
-                request.kept_logprobs.append(sets.sampled_logprobs_B[index])
+            request.kept_sets.append((sets.ids_M[start:end], sets.logprobs_M[start:end]))
+            request.sampling_logprobs.append(sets.sampled_logprobs_B[index])
 
 
 class _Limits:
@@ -113,11 +110,11 @@ def _rows(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _record_heads(requests: Sequence[Request], logprobs: Tensor, num_top: int) -> None:
-    top_values, top_ids = logprobs.topk(num_top, dim=-1)
-    values, ids = top_values.numpy(), top_ids.tolist()
-    for row, request in enumerate(requests):
-        count = request.num_top_logprobs
-        if count and request.finish_reason is None:
-            request.top_logprobs.append(
-                list(zip(values[row, :count], ids[row][:count], strict=True))
-            )
+    rows = [row for row, request in enumerate(requests) if request.num_top_logprobs]
+    top_values, top_ids = logprobs[rows].topk(num_top, dim=-1)
+    values_RK, ids_RK = top_values.numpy(), top_ids.int().numpy()
+    for row, values, ids in zip(rows, values_RK, ids_RK, strict=True):
+        request = requests[row]
+        if request.finish_reason is None:
+            count = request.num_top_logprobs
+            request.heads.append((ids[:count], values[:count]))

@@ -156,7 +156,8 @@ class EmbeddedServer:
         except asyncio.CancelledError:
             scheduler.drop(request, message="the client left")
             raise
-        return reply_json(request.document(weight_version=scheduler.version), headers=self._headers)
+        answer = request.answer(weight_version=scheduler.version)
+        return reply_json(wire.generate_document(answer), headers=self._headers)
 
     async def _update_weights(self, call: Call) -> web.Response:
         body = await call.json()

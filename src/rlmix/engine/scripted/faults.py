@@ -45,11 +45,11 @@ def spoil(document: dict[str, Any], fault: str) -> None:
             meta["output_token_logprobs"][0][0] = None
         if "output_token_sampling_logprobs" in meta:
             first = meta["output_token_sampling_logprobs"]
-            first[0] = (None,) * len(first[0]) if isinstance(first[0], tuple) else None
+            meta["output_token_sampling_logprobs"] = [None, *first[1:]]
     elif fault == "wrong_mask":
         sets = [list(ids) for ids in meta.get("output_token_sampling_mask", [])]
         if sets:
-            sets[0] = [-1] * len(sets[0])
+            sets[0] = [2**31 - 1] * len(sets[0])
             meta["output_token_sampling_mask"] = sets
     elif fault == "bad_spans":
         meta["weight_versions"] = [

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rlmix.core.candidates import Candidates
 from rlmix.engine.sampling import UniformStream, sample_truncated
 
 
@@ -31,8 +32,10 @@ class ScriptedReply:
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     """Over the whole vocabulary, after temperature."""
-    kept_ids: tuple[tuple[int, ...], ...]
-    kept_logprobs: tuple[tuple[float, ...], ...]
+    kept: Candidates
+    """N kept sets."""
+    full: Candidates
+    """N sets of the whole vocabulary, after temperature: where heads are taken from."""
     finish: str = "stop"
 
 
@@ -41,11 +44,12 @@ Policy = Callable[[ScriptedCall], ScriptedReply]
 
 def certain_reply(output_ids: Sequence[int], *, finish: str = "stop") -> ScriptedReply:
     """These tokens, each with probability 1."""
+    certain = Candidates.of([(token,) for token in output_ids], [(0.0,)] * len(output_ids))
     return ScriptedReply(
         output_ids=tuple(output_ids),
         logprobs=(0.0,) * len(output_ids),
-        kept_ids=tuple((token,) for token in output_ids),
-        kept_logprobs=((0.0,),) * len(output_ids),
+        kept=certain,
+        full=certain,
         finish=finish,
     )
 
@@ -91,7 +95,7 @@ class HashPolicy:
         uniforms = UniformStream(sampling.get("sampling_seed", 0))
         stop_ids = set(sampling["stop_token_ids"])
         context = list(call.input_ids)
-        logprobs, kept_ids, kept_logprobs = [], [], []
+        logprobs, kept, rows = [], [], []
         for position in range(sampling["max_new_tokens"]):
             row = self.logprobs(
                 context,
@@ -103,15 +107,19 @@ class HashPolicy:
             )
             context.append(int(ids[0]))
             logprobs.append(float(row[ids[0]]))
-            kept_ids.append(tuple(sets.ids_M.tolist()))
-            kept_logprobs.append(tuple(sets.logprobs_M.tolist()))
+            rows.append(row)
+            kept.append(Candidates(offsets=sets.offsets, ids=sets.ids_M, logprobs=sets.logprobs_M))
             if context[-1] in stop_ids:
                 break
         output_ids = tuple(context[len(call.input_ids) :])
         return ScriptedReply(
             output_ids=output_ids,
             logprobs=tuple(logprobs),
-            kept_ids=tuple(kept_ids),
-            kept_logprobs=tuple(kept_logprobs),
+            kept=Candidates.joined(kept),
+            full=Candidates(
+                offsets=np.arange(len(rows) + 1) * self.vocab_size,
+                ids=np.tile(np.arange(self.vocab_size), len(rows)),
+                logprobs=np.concatenate(rows),
+            ),
             finish="stop" if output_ids[-1] in stop_ids else "length",
         )

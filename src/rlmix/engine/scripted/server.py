@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
+from rlmix.core.candidates import Candidates
 from rlmix.core.numerics_key import NumericsKey
 from rlmix.core.trajectory import VersionSpan
 from rlmix.engine import wire
@@ -130,7 +132,8 @@ class ScriptedEngine:
             return cut(call.request)
         rid = body.get("rid") or next(self._rids)
         session_id = call.headers.get(SESSION_HEADER, rid)
-        document = await self._answer(rid, session_id, body, started_s)
+        answer = await self._answer(rid, session_id, body, started_s)
+        document = wire.generate_document(answer)
         spoil(document, fault)
         headers = wire.identity_headers(
             pool=self._pool, replica=self._replica, numerics=self._numerics
@@ -142,7 +145,7 @@ class ScriptedEngine:
 
     async def _answer(
         self, rid: str, session_id: str, body: Mapping[str, Any], started_s: float
-    ) -> dict[str, Any]:
+    ) -> wire.Answer:
         aborted = asyncio.Event()
         versions: list[int] = []
         self.num_waiting += 1
@@ -177,40 +180,28 @@ class ScriptedEngine:
         self._turns[session_id] += 1
         self.num_requests += 1
         self.num_tokens += len(versions)
-        return self._document(rid, body, reply, versions, started_s)
+        return self._recorded(rid, body, reply, versions, started_s)
 
-    def _document(
+    def _recorded(
         self,
         rid: str,
         body: Mapping[str, Any],
         reply: ScriptedReply,
         versions: list[int],
         started_s: float,
-    ) -> dict[str, Any]:
+    ) -> wire.Answer:
         count = len(versions)
         finish: dict[str, Any] = {"type": reply.finish}
         if count < len(reply.output_ids):
             finish = {"type": "abort", "message": "Aborted"}
-        kept_ids: Sequence[Any] | None = None
-        kept_logprobs: Sequence[Any] | None = None
+        ids = np.array(reply.output_ids[:count], dtype=np.int32)
+        kept = sampling_logprobs = head = None
         if body.get("return_sampling_mask"):
-            kept_ids = reply.kept_ids[:count]
-            kept_logprobs = list(reply.kept_logprobs[:count])
-            if body.get("sampling_logprobs_mode") != "support":
-                kept_logprobs = [
-                    values[ids.index(token)]
-                    for token, ids, values in zip(
-                        reply.output_ids, kept_ids, kept_logprobs, strict=False
-                    )
-                ]
-        head_k = body.get("top_logprobs_num", 0)
-        heads = None
-        if head_k:
-            heads = [
-                sorted(zip(values, ids, strict=True), reverse=True)[:head_k]
-                for ids, values in zip(reply.kept_ids, reply.kept_logprobs, strict=True)
-            ][:count]
-        return wire.generate_document(
+            kept = reply.kept.slice(0, count)
+            sampling_logprobs = kept.logprobs[kept.find(ids)[0]]
+        if head_k := body.get("top_logprobs_num", 0):
+            head = _likeliest(reply.full.slice(0, count), head_k)
+        return wire.Answer(
             rid=rid,
             output_ids=reply.output_ids[:count],
             finish_reason=finish,
@@ -219,10 +210,13 @@ class ScriptedEngine:
             spans=version_spans(versions),
             weight_version=self.weight_version,
             latency_s=time.monotonic() - started_s,
-            token_logprobs=reply.logprobs[:count] if body.get("return_logprob") else None,
-            top_logprobs=heads,
-            kept_ids=kept_ids,
-            kept_logprobs=kept_logprobs,
+            logprobs=np.array(reply.logprobs[:count], dtype=np.float32)
+            if body.get("return_logprob")
+            else None,
+            sampling_logprobs=sampling_logprobs,
+            kept=kept,
+            tells_support=body.get("sampling_logprobs_mode") == "support",
+            head=head,
         )
 
     async def _pause(self, call: Call) -> web.Response:
@@ -324,6 +318,18 @@ class ScriptedEngine:
                 total_requests=self.num_requests,
             )
         )
+
+
+def _likeliest(candidates: Candidates, count: int) -> Candidates:
+    """The `count` likeliest members of each set, likeliest first."""
+    order_M = np.lexsort((-candidates.logprobs, candidates.tokens))
+    ranks_M = np.arange(len(order_M)) - candidates.offsets[candidates.tokens]
+    chosen = order_M[ranks_M < count]
+    return Candidates(
+        offsets=np.concatenate(([0], np.minimum(candidates.sizes, count).cumsum())),
+        ids=candidates.ids[chosen],
+        logprobs=candidates.logprobs[chosen],
+    )
 
 
 def version_spans(versions: Sequence[int]) -> list[VersionSpan]:
