@@ -34,7 +34,7 @@ def sequence_min(values_T: Tensor, sequences_T: Tensor) -> Tensor:
     """[T] least of `values_T` in the sequence of each token; arguments as in `sequence_sum`."""
     num_sequences, index_T = _index(sequences_T)
     least_S = values_T.new_full((num_sequences,), float("inf"))
-    return least_S.index_reduce(0, index_T, values_T, "amin")[index_T]
+    return least_S.scatter_reduce(0, index_T, values_T, "amin")[index_T]
 
 
 def sequence_length(sequences_T: Tensor) -> Tensor:

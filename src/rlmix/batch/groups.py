@@ -50,9 +50,7 @@ class Batch:
         }
 
 
-def build_batch(
-    groups: Sequence[Sequence[Trajectory]], *, scale: str, baseline: str = "mean"
-) -> Batch:
+def build_batch(groups: Sequence[Sequence[Trajectory]], *, scale: str, baseline: str) -> Batch:
     """Take void members out, compute advantages, make samples.
 
     Args:

@@ -96,6 +96,14 @@ def _check_sampling(config: TrainConfig) -> Iterator[Problem]:
             what=f"got {algo.low} above algo.high={algo.high}, so no ratio is trusted",
             hint="set algo.low below algo.high",
         )
+    has_low = algo.sequence_mask in ("product", "geometric")
+    if has_low and algo.sequence_low > algo.sequence_high:
+        yield Problem(
+            where="algo.sequence_low",
+            what=f"got {algo.sequence_low} above algo.sequence_high={algo.sequence_high}, so that "
+            "every session would be dropped",
+            hint="set algo.sequence_low below algo.sequence_high",
+        )
 
 
 def _check_loop(config: TrainConfig) -> Iterator[Problem]:

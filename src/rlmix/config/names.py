@@ -13,9 +13,12 @@ KV_FORMATS = ("bf16", "fp8", "fp32")
 ATTENTIONS = ("trtllm_mha", "fa3", "fa4", "flashinfer", "triton", "torch_native")
 EMULATED = ("b300", "b200", "h200", "h100", "a100", "rtx_pro_6000")
 """Accelerators whose kernels the embedded engine stands in for."""
-IMPORTANCE_KINDS = ("mis", "tis", "none", "ppo", "cispo", "gspo")
+IMPORTANCE_KINDS = ("mis", "tis", "none", "ppo", "cispo", "gspo", "seq_tis")
 CENTERED_KINDS = ("mis", "tis", "none", "cispo")
 """Kinds whose weight depends on the ratio alone, so that its expectation can be subtracted."""
+SEQUENCE_MASKS = ("none", "product", "geometric", "k3", "opsm")
+AVERAGES = ("tokens", "sequences")
+BASELINES = ("mean", "leave_one_out")
 SCALES = ("none", "std")
 OPTIMIZERS = ("adamw", "sgd")
 ENGINES = ("embedded",)

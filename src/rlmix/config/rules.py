@@ -97,6 +97,12 @@ RULES: dict[str, Rule] = {
     "algo.importance": one_of(names.IMPORTANCE_KINDS),
     "algo.low": at_least(0),
     "algo.high": above(0),
+    "algo.sequence_mask": one_of(names.SEQUENCE_MASKS),
+    "algo.sequence_low": at_least(0),
+    "algo.sequence_high": above(0),
+    "algo.veto": within(0, 1, high_open=True),
+    "algo.average": one_of(names.AVERAGES),
+    "algo.baseline": one_of(names.BASELINES),
     "algo.scale": one_of(names.SCALES),
     "algo.top_p": within(0, 1, low_open=True),
     "algo.top_k": Rule(

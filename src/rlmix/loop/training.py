@@ -124,7 +124,10 @@ class TrainingLoop:
             return False
         waited_s = time.monotonic() - started_s
         members = [member for group in groups for member in group.members]
-        batch = build_batch([group.members for group in groups], scale=self._config.algo.scale)
+        algo = self._config.algo
+        batch = build_batch(
+            [group.members for group in groups], scale=algo.scale, baseline=algo.baseline
+        )
         batch_s = time.monotonic() - started_s - waited_s
         step = self.progress.step + 1
         self.phase = "training"

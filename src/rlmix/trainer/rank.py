@@ -34,7 +34,7 @@ from rlmix.trainer.checkpoint import (
 from rlmix.trainer.optimizer import MasterOptimizer
 from rlmix.trainer.policy import Policy
 from rlmix.trainer.spec import StepResult, TrainerSpec
-from rlmix.trainer.step import PassResult, run_micro_batches
+from rlmix.trainer.step import PassResult, run_micro_batches, sequence_rule, step_denominator
 from rlmix.weights.publish import PublishReport, publish_version
 
 MAX_FAULTS_IN_A_ROW = 3
@@ -46,6 +46,7 @@ class TrainerRank:
 
     def __init__(self, spec: TrainerSpec) -> None:
         check_bounds(kind=spec.algo.importance, low=spec.algo.low, high=spec.algo.high)
+        sequence_rule(spec.algo)
         if spec.algo.centering and spec.algo.importance not in CENTERED_KINDS:
             raise TrainerError(
                 f"trainer: algo.centering is not defined for algo.importance="
@@ -126,11 +127,11 @@ class TrainerRank:
                 policy,
                 micro_batches,
                 self._spec.algo,
-                denominator=float(num_policy_tokens),
+                denominator=step_denominator(micro_batches, self._spec.algo),
                 trainer_version=self._version if version is None else version,
             )
         pool_names = pool_names_of(samples)
-        metrics = {"loss/policy": result.loss}
+        metrics = {"loss/policy": result.loss} | result.sequence_metrics
         if result.facts is not None:
             metrics |= step_metrics(result.facts, pool_names=pool_names)
         has_signal = any(batch.needs_gradient for batch in micro_batches)

@@ -8,11 +8,20 @@ class AlgoSpec:
     """The policy loss; meanings and sources in docs/algorithms.md."""
 
     importance: str
-    """`none`, `tis`, `mis`, `cispo`, `ppo` or `gspo`."""
+    """`none`, `tis`, `mis`, `cispo`, `ppo`, `gspo` or `seq_tis`."""
     low: float
     high: float
     """Inclusive bounds on the ratio trainer / sampler."""
     centering: bool
+    sequence_mask: str
+    """`none`, `product`, `geometric`, `k3` or `opsm`: which whole sequences add nothing."""
+    sequence_low: float
+    sequence_high: float
+    """Inclusive bounds of `sequence_mask`, in its own unit."""
+    veto: float
+    """Token ratio below which the whole sequence adds nothing; 0 switches it off."""
+    average: str
+    """`tokens` or `sequences`: what the loss is the mean over."""
     replay: bool
     """Renormalise trainer logprobs on the recorded kept sets."""
     temperature: float

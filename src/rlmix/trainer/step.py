@@ -1,8 +1,9 @@
 """One optimizer step's worth of loss, gradient and facts.
 
-Invariants: the denominator is the number of policy tokens of the whole step, so the split into
-micro-batches changes nothing but rounding; facts are taken before any weight is applied; a
-non-finite loss stops before its gradient reaches anything.
+Invariants: the denominator is that of the whole step (its policy tokens, or its sequences), so the
+split into micro-batches changes nothing but rounding; a micro-batch holds whole sequences; facts
+are taken before any weight is applied; a non-finite loss stops before its gradient reaches
+anything.
 """
 
 import math
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from rlmix.algos.losses import TokenTerms, token_terms
 from rlmix.algos.metrics import TokenFacts
+from rlmix.algos.sequence_masks import DroppedSequences, SequenceRule, dropped_metrics
 from rlmix.batch.packing import MicroBatch
 from rlmix.core.errors import DataError
 from rlmix.trainer.policy import Policy
@@ -28,8 +30,25 @@ class PassResult:
     """Already divided by the denominator."""
     facts: TokenFacts | None
     """None when the loss was not finite."""
+    sequence_metrics: dict[str, float]
+    """Shares of the step's sequences that were dropped; 0 without a rule, empty when the loss was
+    not finite."""
     failure: str
     """Which micro-batch was not finite; empty when all were."""
+
+
+def step_denominator(micro_batches: Sequence[MicroBatch], algo: AlgoSpec) -> float:
+    """What the loss of a whole step is divided by: its policy tokens, or its sequences."""
+    if algo.average == "sequences":
+        return float(sum(len(batch.session_ids) for batch in micro_batches))
+    return float(sum(batch.sampled_P.size for batch in micro_batches))
+
+
+def sequence_rule(algo: AlgoSpec) -> SequenceRule:
+    """The algorithm's rule about whole sequences; raises ValueError for impossible bounds."""
+    return SequenceRule(
+        mask=algo.sequence_mask, low=algo.sequence_low, high=algo.sequence_high, veto=algo.veto
+    )
 
 
 def run_micro_batches(
@@ -43,13 +62,14 @@ def run_micro_batches(
     """Forward all micro-batches, backward those with signal; gradients go where hooks put them.
 
     Args:
-        denominator: policy tokens of the whole step.
+        denominator: as `step_denominator` gives it, summed over all ranks.
         trainer_version: policy version of the weights in `policy`, for the tokens' lag.
     Raises:
         DataError: a token of a newer version than the trainer's.
     """
     loss = 0.0
     facts: list[TokenFacts] = []
+    dropped: list[DroppedSequences | None] = []
     for batch in micro_batches:
         lags_P = trainer_version - torch.from_numpy(batch.versions_P)
         if bool((lags_P < 0).any()):
@@ -62,10 +82,13 @@ def run_micro_batches(
             batch_loss = terms.loss_T.sum() / denominator
         value = float(batch_loss.detach())
         if not math.isfinite(value):
-            return PassResult(loss=value, facts=None, failure=_failure(batch, terms))
+            return PassResult(
+                loss=value, facts=None, sequence_metrics={}, failure=_failure(batch, terms)
+            )
         if batch.needs_gradient:
             batch_loss.backward()
         loss += value
+        dropped.append(terms.dropped)
         facts.append(
             TokenFacts(
                 log_ratios_T=terms.log_ratios_T,
@@ -78,7 +101,12 @@ def run_micro_batches(
                 tail_ratio_T=terms.tail_ratio_T,
             )
         )
-    return PassResult(loss=loss, facts=_joined(facts), failure="")
+    return PassResult(
+        loss=loss,
+        facts=_joined(facts),
+        sequence_metrics=_sequence_metrics(micro_batches, dropped),
+        failure="",
+    )
 
 
 def _terms(policy: Policy, batch: MicroBatch, algo: AlgoSpec) -> tuple[TokenTerms, Tensor]:
@@ -99,8 +127,24 @@ def _terms(policy: Policy, batch: MicroBatch, algo: AlgoSpec) -> tuple[TokenTerm
         centering=algo.centering,
         support=found.support,
         sequences_T=torch.from_numpy(batch.sequences_P),
+        sequence_rule=sequence_rule(algo),
+        average=algo.average,
     )
     return terms, found.entropy_P
+
+
+def _sequence_metrics(
+    micro_batches: Sequence[MicroBatch], dropped: Sequence[DroppedSequences | None]
+) -> dict[str, float]:
+    """Numbers of sequences are unique in a step, so all micro-batches are counted as one."""
+    sequences_T = torch.cat([torch.from_numpy(batch.sequences_P) for batch in micro_batches])
+    none_T = torch.zeros_like(sequences_T, dtype=torch.bool)
+    found = [part for part in dropped if part is not None]
+    everything = DroppedSequences(
+        masked_T=torch.cat([part.masked_T for part in found]) if found else none_T,
+        vetoed_T=torch.cat([part.vetoed_T for part in found]) if found else none_T,
+    )
+    return dropped_metrics(everything, sequences_T)
 
 
 def _failure(batch: MicroBatch, terms: TokenTerms) -> str:

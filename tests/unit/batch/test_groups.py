@@ -28,7 +28,9 @@ def member(reward, *, group="g0", void=False, version=3, tokens=2):
 def test_void_members_leave_the_baseline_alone():
     # valid rewards 1, 0, 0: mean 1/3. With the void as a 0 it would be 1/4.
     batch = build_batch(
-        [[member(1.0), member(0.0), member(0.0), member(0.0, void=True)]], scale="none"
+        [[member(1.0), member(0.0), member(0.0), member(0.0, void=True)]],
+        scale="none",
+        baseline="mean",
     )
     assert [s.advantage for s in batch.samples] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
     assert batch.num_void_members == 1
@@ -37,7 +39,7 @@ def test_void_members_leave_the_baseline_alone():
 
 def test_a_group_without_signal_stays_in_the_batch_with_advantage_zero():
     groups = [[member(1.0), member(1.0)], [member(1.0, group="g1"), member(0.0, group="g1")]]
-    batch = build_batch(groups, scale="none")
+    batch = build_batch(groups, scale="none", baseline="mean")
     assert [s.advantage for s in batch.samples] == [0.0, 0.0, 0.5, -0.5]
     assert batch.num_groups == 2
     assert batch.num_groups_without_signal == 1
@@ -45,7 +47,7 @@ def test_a_group_without_signal_stays_in_the_batch_with_advantage_zero():
 
 
 def test_a_group_with_fewer_than_two_valid_members_is_left_out_and_counted():
-    batch = build_batch([[member(1.0), member(0.0, void=True)], []], scale="none")
+    batch = build_batch([[member(1.0), member(0.0, void=True)], []], scale="none", baseline="mean")
     assert batch.samples == ()
     assert batch.num_small_groups == 2
     assert batch.num_groups == 0
@@ -53,14 +55,16 @@ def test_a_group_with_fewer_than_two_valid_members_is_left_out_and_counted():
 
 
 def test_a_session_without_tokens_counts_in_the_baseline_but_is_no_sample():
-    batch = build_batch([[member(1.0), member(0.0), member(0.0, tokens=0)]], scale="none")
+    batch = build_batch(
+        [[member(1.0), member(0.0), member(0.0, tokens=0)]], scale="none", baseline="mean"
+    )
     assert [s.advantage for s in batch.samples] == pytest.approx([2 / 3, -1 / 3])
     assert batch.num_tokenless_members == 1
 
 
 def test_members_of_different_groups_are_refused():
     with pytest.raises(DataError, match=r"\['g0', 'g1'\]"):
-        build_batch([[member(1.0), member(0.0, group="g1")]], scale="none")
+        build_batch([[member(1.0), member(0.0, group="g1")]], scale="none", baseline="mean")
 
 
 def test_staleness_is_counted_from_the_oldest_token_of_valid_members():

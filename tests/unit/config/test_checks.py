@@ -60,7 +60,7 @@ def test_untruncated_sampling_needs_no_replay_but_a_head_for_centering() -> None
     assert broken(**untruncated, algo__head_k=0, algo__centering=False) == []
 
 
-@pytest.mark.parametrize("kind", ["ppo", "gspo"])
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "seq_tis"])
 def test_centering_is_refused_where_it_is_not_defined(kind: str) -> None:
     (line,) = broken(algo__importance=kind)
     assert line.startswith(f"algo.centering: got true with algo.importance={kind}")
@@ -70,6 +70,13 @@ def test_centering_is_refused_where_it_is_not_defined(kind: str) -> None:
 def test_bounds_that_trust_no_ratio_are_refused() -> None:
     (line,) = broken(algo__low=6.0)
     assert line.startswith("algo.low: got 6.0 above algo.high=5.0")
+
+
+def test_bounds_that_drop_every_session_are_refused_where_they_act() -> None:
+    crossed = {"algo__sequence_low": 3.0, "algo__sequence_high": 2.0}
+    (line,) = broken(**crossed, algo__sequence_mask="product")
+    assert line.startswith("algo.sequence_low: got 3.0 above algo.sequence_high=2.0")
+    assert broken(**crossed, algo__sequence_mask="opsm") == []
 
 
 def test_versions_are_kept_as_long_as_sessions_may_use_them() -> None:

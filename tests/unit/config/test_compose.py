@@ -9,6 +9,7 @@ from rlmix.config.places import conf_dir
 from rlmix.core.errors import ConfigError
 
 EXPERIMENTS = sorted(path.stem for path in (conf_dir() / "experiment").glob("*.yaml"))
+ALGORITHMS = sorted(path.stem for path in (conf_dir() / "algo").glob("*.yaml"))
 
 
 def faults(*overrides: str, extra_dir: Path | None = None) -> list[str]:
@@ -42,11 +43,35 @@ def test_every_experiment_composes_and_passes_the_checks(name: str) -> None:
 
 @pytest.mark.parametrize(
     "choice",
-    ["algo=grpo", "algo=mis_sc", "pools=two", "pools=six", "pool@pools.h100=embedded_a100"],
+    [f"algo={name}" for name in ALGORITHMS]
+    + ["pools=two", "pools=six", "pool@pools.h100=embedded_a100"],
 )
 def test_every_shipped_choice_composes_and_passes_the_checks(choice: str) -> None:
     group, file = choice.split("=")
     assert load_config("train", [choice]).choices[group] == file
+
+
+def test_the_arms_of_a_comparison_differ_in_what_their_names_say() -> None:
+    arms = {name: load_config("train", [f"algo={name}"]).config.algo for name in ALGORITHMS}
+    corrections = {name: (arm.importance, arm.centering) for name, arm in arms.items()}
+    assert corrections == {
+        "grpo": ("none", False),
+        "grpo_topp": ("none", False),
+        "tis": ("tis", False),
+        "mis": ("mis", False),
+        "sc": ("none", True),
+        "mis_sc": ("mis", True),
+        "mis_sc_full": ("mis", True),
+        "ppo": ("ppo", False),
+        "cispo": ("cispo", False),
+        "gspo": ("gspo", False),
+        "seq_mis": ("seq_tis", False),
+    }
+    truncating = {name for name, arm in arms.items() if arm.top_p < 1 or arm.top_k > 0}
+    assert truncating == {name for name, arm in arms.items() if arm.replay}
+    assert truncating == {"grpo_topp", "mis_sc"}
+    assert {(arm.scale, arm.baseline) for arm in arms.values()} == {("none", "mean")}
+    assert (arms["tis"].high, arms["mis"].low, arms["mis"].high) == (2.0, 0.5, 5.0)
 
 
 def test_arguments_beat_the_experiment_and_the_experiment_beats_the_defaults() -> None:

@@ -29,6 +29,10 @@ def test_every_key_but_switches_has_a_rule_and_every_rule_has_a_key() -> None:
         ("loop.group_size", [2], [1]),
         ("algo.top_p", [0.001, 1.0], [0.0, 1.01, float("nan")]),
         ("algo.top_k", [-1, 1, 4096], [0, -2]),
+        ("algo.veto", [0.0, 1e-4], [1.0, -1e-4]),
+        ("algo.sequence_mask", ["none", "opsm"], ["seq_mis", ""]),
+        ("algo.average", ["tokens", "sequences"], ["prompts"]),
+        ("algo.baseline", ["mean", "leave_one_out"], ["rloo"]),
         ("algo.temperature", [0.1], [0.0, float("inf"), float("nan")]),
         ("trainer.lr", [1e-9], [0.0, -1e-3, float("nan")]),
         ("trainer.beta1", [0.0, 0.999], [1.0, -0.1]),
@@ -56,8 +60,10 @@ def test_a_name_that_comes_later_is_answered_with_its_sentence(pattern: str, nam
 
 
 def test_known_names_are_those_that_the_rooms_implement() -> None:
-    from rlmix.algos.advantages import SCALES
+    from rlmix.algos.advantages import BASELINES, SCALES
     from rlmix.algos.corrections import CENTERED_KINDS, IMPORTANCE_KINDS
+    from rlmix.algos.losses import AVERAGES
+    from rlmix.algos.sequence_masks import SEQUENCE_MASKS
     from rlmix.engine.embedded import profile
     from rlmix.numerics.views import VIEWS
     from rlmix.observe.sinks import SINKS
@@ -66,6 +72,9 @@ def test_known_names_are_those_that_the_rooms_implement() -> None:
     from rlmix.tasks.source import SOURCES
 
     assert set(names.SCALES) == set(SCALES)
+    assert set(names.BASELINES) == set(BASELINES)
+    assert set(names.AVERAGES) == set(AVERAGES)
+    assert set(names.SEQUENCE_MASKS) == set(SEQUENCE_MASKS)
     assert set(names.IMPORTANCE_KINDS) == set(IMPORTANCE_KINDS)
     assert set(names.CENTERED_KINDS) == set(CENTERED_KINDS)
     assert set(names.FORMATS) == set(VIEWS)
@@ -85,7 +94,7 @@ DESCRIBING = sorted(
     for path in conf_dir().rglob("*.yaml")
     # These change values that are described where they are first set.
     if path.parent.name not in ("experiment", "pools")
-    and path.stem != "grpo"
+    and (path.parent.name != "algo" or path.stem == "mis_sc")
     and not path.stem.startswith("embedded_")
 )
 

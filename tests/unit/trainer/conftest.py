@@ -15,7 +15,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 VOCAB = 512
 
-ALGO = AlgoSpec(importance="mis", low=0.5, high=5.0, centering=True, replay=True, temperature=0.8)
+ALGO = AlgoSpec(
+    importance="mis",
+    low=0.5,
+    high=5.0,
+    centering=True,
+    sequence_mask="none",
+    sequence_low=0.5,
+    sequence_high=2.0,
+    veto=0.0,
+    average="tokens",
+    replay=True,
+    temperature=0.8,
+)
 OPTIMIZER = OptimizerSpec(
     name="adamw", lr=2e-3, beta1=0.9, beta2=0.98, weight_decay=0.1, grad_clip=1.0, warmup_steps=2
 )

@@ -25,6 +25,17 @@ class AlgoConfig:
     high: float
     """Bounds on the ratio of trainer to sampler probability."""
     centering: bool
+    sequence_mask: str
+    """Which whole sessions add nothing to the loss."""
+    sequence_low: float
+    sequence_high: float
+    """Bounds of `sequence_mask`, in its own unit."""
+    veto: float
+    """Token ratio below which the whole session adds nothing; 0: off."""
+    average: str
+    """What the loss is the mean over."""
+    baseline: str
+    """What is subtracted from a reward."""
     scale: str
     """What an advantage is divided by."""
     top_p: float
