@@ -53,6 +53,7 @@ def trainer_spec(
         keep_checkpoints=trainer.keep_checkpoints,
         weights_store=str(store),
         views=tuple(views),
+        pool_views={name: pool.weights for name, pool in config.pools.items()},
     )
 
 

@@ -31,6 +31,7 @@ from rlmix.trainer.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
+from rlmix.trainer.noise import noise_floor
 from rlmix.trainer.optimizer import MasterOptimizer
 from rlmix.trainer.policy import Policy
 from rlmix.trainer.spec import StepResult, TrainerSpec
@@ -133,11 +134,19 @@ class TrainerRank:
         pool_names = pool_names_of(samples)
         metrics = {"loss/policy": result.loss} | result.sequence_metrics
         if result.facts is not None:
-            metrics |= step_metrics(result.facts, pool_names=pool_names)
+            metrics |= step_metrics(
+                result.facts, pool_names=pool_names, pool_views=self._spec.pool_views
+            )
+            noise_started_s = time.perf_counter()
+            metrics |= noise_floor(
+                policy, samples, micro_batches, result.facts, self._spec.algo, step=step
+            )
+            metrics["time/noise_floor_s"] = time.perf_counter() - noise_started_s
         has_signal = any(batch.needs_gradient for batch in micro_batches)
         skip_reason, applied = self._finish(optimizer, result, has_signal, metrics)
         metrics |= _size_metrics(micro_batches, num_policy_tokens)
         metrics["loss/skipped_steps"] = float(self._num_faults)
+        metrics["loss/is_non_finite"] = float(self._faults_in_a_row > 0)
         metrics["time/train_s"] = time.perf_counter() - started_s
         metrics["time/train_cpu_s"] = time.process_time() - cpu_started_s
         if self._faults_in_a_row >= MAX_FAULTS_IN_A_ROW:

@@ -1,6 +1,7 @@
 """What a trainer rank is told, and what it answers. Imports nothing heavy: the driver uses it."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +64,8 @@ class TrainerSpec:
     weights_store: str
     views: tuple[str, ...]
     """Weight views to publish, one per distinct pool format."""
+    pool_views: Mapping[str, str] = field(default_factory=dict)
+    """Pool -> the weight view that it reads, for the split of the metrics."""
     attention: str | None = None
     """Transformers' attention implementation; None: by the model's context, see
     `policy.default_attention`."""

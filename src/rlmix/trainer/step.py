@@ -97,6 +97,8 @@ def run_micro_batches(
                 entropy_T=entropy_P,
                 pools_T=torch.from_numpy(batch.pools_P),
                 lags_T=lags_P,
+                positions_T=torch.from_numpy(batch.cols_P),
+                sequences_T=torch.from_numpy(batch.sequences_P),
                 coeff_l1_T=terms.coeff_l1_T,
                 tail_ratio_T=terms.tail_ratio_T,
             )
@@ -171,6 +173,8 @@ def _joined(parts: Sequence[TokenFacts]) -> TokenFacts:
         entropy_T=cat("entropy_T"),
         pools_T=cat("pools_T"),
         lags_T=cat("lags_T"),
+        positions_T=cat("positions_T"),
+        sequences_T=cat("sequences_T"),
         coeff_l1_T=cat("coeff_l1_T") if has_centering else None,
         tail_ratio_T=cat("tail_ratio_T") if has_centering else None,
     )
