@@ -48,6 +48,9 @@ class MicroBatch:
     kept_logprobs_PK: np.ndarray | None
     """float32, -inf in padded slots."""
     kept_exact: bool
+    experts_BTLK: np.ndarray | None = None
+    """int16 [B, T, layers, experts per token], -1 where nothing was recorded and in the padding;
+    None: nothing was recorded for any token."""
 
 
 def pool_names_of(samples: Sequence[TrainSample]) -> tuple[str, ...]:
@@ -144,7 +147,24 @@ def _collate(
         kept_ids_PK=kept_ids_PK,
         kept_logprobs_PK=kept_logprobs_PK,
         kept_exact=samples[0].kept_exact,
+        experts_BTLK=_padded_experts(samples, length=ids_BT.shape[1]),
     )
+
+
+def _padded_experts(samples: Sequence[TrainSample], *, length: int) -> np.ndarray | None:
+    sizes = {sample.experts.shape[1:] for sample in samples if sample.experts is not None}
+    if not sizes:
+        return None
+    if len(sizes) > 1:
+        raise DataError(
+            f"batch: sessions recorded experts of different sizes (layers, experts per token): "
+            f"{sorted(sizes)}; all pools must serve the same model"
+        )
+    experts_BTLK = np.full((len(samples), length, *sizes.pop()), -1, dtype=np.int16)
+    for row, sample in enumerate(samples):
+        if sample.experts is not None:
+            experts_BTLK[row, : len(sample.ids)] = sample.experts
+    return experts_BTLK
 
 
 def _padded_kept(

@@ -35,6 +35,7 @@ def trainer_spec(
             veto=algo.veto,
             average=algo.average,
             replay=algo.replay,
+            routing_replay=algo.routing_replay,
             temperature=algo.temperature,
         ),
         optimizer=OptimizerSpec(

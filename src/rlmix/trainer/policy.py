@@ -27,6 +27,7 @@ from rlmix.algos.support import (
 )
 from rlmix.batch.packing import MicroBatch
 from rlmix.core.errors import TrainerError
+from rlmix.trainer.routing import Routers, RoutingTally
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,28 +64,37 @@ class TokenLogprobs:
     support: Support | None
     entropy_P: Tensor
     """float32 [P], detached; of the whole vocabulary, not of the kept set."""
+    routing: RoutingTally | None
+    """What was replayed; None when the policy was not loaded to replay routes."""
 
 
 class Policy:
     """A loaded model and the few things the trainer asks of it."""
 
-    def __init__(self, model: "PreTrainedModel") -> None:
+    def __init__(self, model: "PreTrainedModel", *, replays_routing: bool = False) -> None:
+        """`replays_routing`: take the experts that a batch recorded, see `trainer.routing`."""
         self.model = model.eval()
         head = model.get_output_embeddings()
         if head is None:
             raise TrainerError(f"trainer: {type(model).__name__} has no language-model head")
         self._head: Any = head
         self._check_head()
+        self._routers = Routers(model) if replays_routing else None
 
     @classmethod
     def load(
-        cls, folder: Path, *, attention: str | None = None, experts: str | None = None
+        cls,
+        folder: Path,
+        *,
+        attention: str | None = None,
+        experts: str | None = None,
+        replays_routing: bool = False,
     ) -> "Policy":
         """Load a Hugging Face folder in BF16.
 
         Raises:
-            TrainerError: the folder lacks files, or its tensors and the model's parameters do
-                not match one to one.
+            TrainerError: the folder lacks files, its tensors and the model's parameters do not
+                match one to one, or routes cannot be replayed in its class.
         """
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.utils import logging as transformers_logging
@@ -116,7 +126,7 @@ class Policy:
                 f"trainer: {folder} does not match its model class: {problems}; every tensor must "
                 "have a parameter and every parameter a tensor"
             )
-        return cls(model)
+        return cls(model, replays_routing=replays_routing)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Trainable parameters by name, tied ones once."""
@@ -143,27 +153,39 @@ class Policy:
     ) -> TokenLogprobs:
         """Logprobs of a micro-batch's policy tokens, on the support the sampler recorded.
 
-        With kept sets and `replay`, renormalised on them; with a head, or without `replay`, over
+        Routes that the batch recorded are taken when the policy was loaded to replay them. With
+        kept sets and `replay`, renormalised on them; with a head, or without `replay`, over
         the whole vocabulary (then kept sets give no support: p and q would not share one).
         """
-        hidden_BTH = self.hidden(torch.from_numpy(batch.ids_BT))
+        hidden_BTH, routing = self._replayed_hidden(batch)
         rows_P, cols_P = torch.from_numpy(batch.rows_P), torch.from_numpy(batch.cols_P)
         logits_PV = self.logits(hidden_BTH[rows_P, cols_P - 1]) / temperature
         sampled_P = torch.from_numpy(batch.sampled_P)
         with torch.no_grad():
             entropy_P = entropy(logits_PV)
         if batch.kept_ids_PK is None or batch.kept_logprobs_PK is None:
-            return TokenLogprobs(full_logprobs(logits_PV, sampled_P), None, entropy_P)
+            return TokenLogprobs(full_logprobs(logits_PV, sampled_P), None, entropy_P, routing)
         kept_ids_PK = torch.from_numpy(batch.kept_ids_PK)
         sampler_PK = torch.from_numpy(batch.kept_logprobs_PK)
         kept_PK = kept_mask(sampler_PK)
         if batch.kept_exact and not replay:
-            return TokenLogprobs(full_logprobs(logits_PV, sampled_P), None, entropy_P)
+            return TokenLogprobs(full_logprobs(logits_PV, sampled_P), None, entropy_P, routing)
         gather = replayed_logprobs if batch.kept_exact else head_logprobs
         trainer_P, trainer_PK = gather(logits_PV, sampled_P, kept_ids_PK, kept_PK)
         return TokenLogprobs(
-            trainer_P, Support(trainer_PK, sampler_PK, batch.kept_exact), entropy_P
+            trainer_P, Support(trainer_PK, sampler_PK, batch.kept_exact), entropy_P, routing
         )
+
+    def _replayed_hidden(self, batch: MicroBatch) -> tuple[Tensor, RoutingTally | None]:
+        """[B, T, H] last hidden states, through the recorded experts where there is a record."""
+        ids_BT = torch.from_numpy(batch.ids_BT)
+        if self._routers is None:
+            return self.hidden(ids_BT), None
+        if batch.experts_BTLK is None:
+            return self.hidden(ids_BT), self._routers.empty_tally(batch.ids_BT.shape)
+        self._routers.check(batch)
+        with self._routers.replaying(batch.experts_BTLK) as tally:
+            return self.hidden(ids_BT), tally
 
     def state(self) -> dict[str, Tensor]:
         """A BF16 copy of all tensors under the names of a Hugging Face checkpoint.

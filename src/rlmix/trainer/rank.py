@@ -34,6 +34,7 @@ from rlmix.trainer.checkpoint import (
 from rlmix.trainer.noise import noise_floor
 from rlmix.trainer.optimizer import MasterOptimizer
 from rlmix.trainer.policy import Policy
+from rlmix.trainer.routing import routing_metrics
 from rlmix.trainer.spec import StepResult, TrainerSpec
 from rlmix.trainer.step import PassResult, run_micro_batches, sequence_rule, step_denominator
 from rlmix.weights.publish import PublishReport, publish_version
@@ -82,7 +83,12 @@ class TrainerRank:
         # A copy of our own: the folder loaded from may be a checkpoint that is deleted later.
         self._model_files = Path(self._spec.checkpoints_dir) / SIDE_FOLDER
         copy_side_files(folder, self._model_files)
-        policy = Policy.load(folder, attention=self._spec.attention, experts=self._spec.experts)
+        policy = Policy.load(
+            folder,
+            attention=self._spec.attention,
+            experts=self._spec.experts,
+            replays_routing=self._spec.algo.routing_replay,
+        )
         optimizer = MasterOptimizer(policy.parameters(), self._spec.optimizer)
         self._version = 0
         if checkpoint is not None:
@@ -142,6 +148,8 @@ class TrainerRank:
                 policy, samples, micro_batches, result.facts, self._spec.algo, step=step
             )
             metrics["time/noise_floor_s"] = time.perf_counter() - noise_started_s
+        if result.routing:
+            metrics |= routing_metrics(micro_batches, result.routing, pool_names=pool_names)
         has_signal = any(batch.needs_gradient for batch in micro_batches)
         skip_reason, applied = self._finish(optimizer, result, has_signal, metrics)
         metrics |= _size_metrics(micro_batches, num_policy_tokens)

@@ -25,6 +25,8 @@ class AlgoSpec:
     """`tokens` or `sequences`: what the loss is the mean over."""
     replay: bool
     """Renormalise trainer logprobs on the recorded kept sets."""
+    routing_replay: bool
+    """Take the experts that the sampler recorded (R3)."""
     temperature: float
     """The one the sessions were sampled at; logits are divided by it."""
 

@@ -18,7 +18,8 @@ from rlmix.algos.metrics import TokenFacts
 from rlmix.algos.sequence_masks import DroppedSequences, SequenceRule, dropped_metrics
 from rlmix.batch.packing import MicroBatch
 from rlmix.core.errors import DataError
-from rlmix.trainer.policy import Policy
+from rlmix.trainer.policy import Policy, TokenLogprobs
+from rlmix.trainer.routing import RoutingTally
 from rlmix.trainer.spec import AlgoSpec
 
 
@@ -33,6 +34,8 @@ class PassResult:
     sequence_metrics: dict[str, float]
     """Shares of the step's sequences that were dropped; 0 without a rule, empty when the loss was
     not finite."""
+    routing: tuple[RoutingTally, ...]
+    """Of each micro-batch; empty when routes are not replayed or the loss was not finite."""
     failure: str
     """Which micro-batch was not finite; empty when all were."""
 
@@ -70,6 +73,7 @@ def run_micro_batches(
     loss = 0.0
     facts: list[TokenFacts] = []
     dropped: list[DroppedSequences | None] = []
+    routing: list[RoutingTally] = []
     for batch in micro_batches:
         lags_P = trainer_version - torch.from_numpy(batch.versions_P)
         if bool((lags_P < 0).any()):
@@ -78,23 +82,29 @@ def run_micro_batches(
                 f"{batch.versions_P.max()}, but the trainer is at {trainer_version}"
             )
         with torch.set_grad_enabled(batch.needs_gradient):
-            terms, entropy_P = _terms(policy, batch, algo)
+            terms, found = _terms(policy, batch, algo)
             batch_loss = terms.loss_T.sum() / denominator
         value = float(batch_loss.detach())
         if not math.isfinite(value):
             return PassResult(
-                loss=value, facts=None, sequence_metrics={}, failure=_failure(batch, terms)
+                loss=value,
+                facts=None,
+                sequence_metrics={},
+                routing=(),
+                failure=_failure(batch, terms),
             )
         if batch.needs_gradient:
             batch_loss.backward()
         loss += value
         dropped.append(terms.dropped)
+        if found.routing is not None:
+            routing.append(found.routing)
         facts.append(
             TokenFacts(
                 log_ratios_T=terms.log_ratios_T,
                 weights_T=terms.weights_T,
                 outside_T=terms.outside_T,
-                entropy_T=entropy_P,
+                entropy_T=found.entropy_P,
                 pools_T=torch.from_numpy(batch.pools_P),
                 lags_T=lags_P,
                 positions_T=torch.from_numpy(batch.cols_P),
@@ -107,11 +117,12 @@ def run_micro_batches(
         loss=loss,
         facts=_joined(facts),
         sequence_metrics=_sequence_metrics(micro_batches, dropped),
+        routing=tuple(routing),
         failure="",
     )
 
 
-def _terms(policy: Policy, batch: MicroBatch, algo: AlgoSpec) -> tuple[TokenTerms, Tensor]:
+def _terms(policy: Policy, batch: MicroBatch, algo: AlgoSpec) -> tuple[TokenTerms, TokenLogprobs]:
     found = policy.token_logprobs(batch, temperature=algo.temperature, replay=algo.replay)
     if algo.centering and found.support is None:
         raise DataError(
@@ -132,7 +143,7 @@ def _terms(policy: Policy, batch: MicroBatch, algo: AlgoSpec) -> tuple[TokenTerm
         sequence_rule=sequence_rule(algo),
         average=algo.average,
     )
-    return terms, found.entropy_P
+    return terms, found
 
 
 def _sequence_metrics(

@@ -26,6 +26,7 @@ ALGO = AlgoSpec(
     veto=0.0,
     average="tokens",
     replay=True,
+    routing_replay=False,
     temperature=0.8,
 )
 OPTIMIZER = OptimizerSpec(

@@ -43,6 +43,8 @@ class AlgoConfig:
     """-1 keeps every token."""
     replay: bool
     """Renormalise the trainer's logprobs on the sampler's kept sets."""
+    routing_replay: bool
+    """Give the trainer's experts to tokens as the sampler did."""
     temperature: float
     head_k: int
     """Candidates to record when sampling cuts nothing off."""
