@@ -6,7 +6,8 @@ own set, sets that sum to 1, finite logprobs, version spans that cover the outpu
 
 # N output tokens, M slots of all their sets together
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 from rlmix.core.candidates import Candidates
 from rlmix.core.errors import EngineError
 from rlmix.core.trajectory import VersionSpan
+from rlmix.engine.frame import decode_frame
 from rlmix.engine.protocol import (
     NUMERICS_HEADER,
     POOL_HEADER,
@@ -57,16 +59,70 @@ def parse_document(
         GenerationAborted: the engine ended the request early.
         EngineError: the answer is incomplete or contradicts itself.
     """
-    try:
+    with _naming(request):
         meta = document["meta_info"]
         _refuse_aborted(meta, request)
         return _generation(meta, _recorded(document, request), request, headers)
+
+
+def parse_frame(raw: bytes, request: GenerateRequest, headers: Mapping[str, str]) -> Generation:
+    """The `Generation` of a 200 answer in binary.
+
+    Raises:
+        GenerationAborted: the engine ended the request early.
+        EngineError: damaged, incomplete, or in contradiction with itself.
+    """
+    meta, arrays = decode_frame(raw)
+    with _naming(request):
+        _refuse_aborted(meta, request)
+        return _generation(meta, _framed(arrays, request), request, headers)
+
+
+@contextmanager
+def _naming(request: GenerateRequest) -> Iterator[None]:
+    """Errors of reading become one sentence that names the request."""
+    try:
+        yield
     except (KeyError, TypeError, IndexError) as error:
         raise EngineError(
             f"engine: answer to {request.request_id} lacks or misplaces a field: {error!r}"
         ) from error
+    except EngineError:
+        raise
     except (ValueError, OverflowError) as error:
         raise EngineError(f"engine: answer to {request.request_id}: {error}") from error
+
+
+def _framed(arrays: Mapping[str, np.ndarray], request: GenerateRequest) -> _Recorded:
+    def array(name: str, dtype: type) -> np.ndarray:
+        values = arrays[name]
+        if values.dtype != dtype or values.ndim != 1:
+            raise ValueError(f"array {name} is {values.dtype} of shape {values.shape}")
+        return values
+
+    def candidates(name: str) -> Candidates:
+        return Candidates(
+            offsets=array(f"{name}_offsets", np.int32),
+            ids=array(f"{name}_ids", np.int32),
+            logprobs=array(f"{name}_logprobs", np.float32),
+        )
+
+    logprobs = kept = None
+    if needs_kept_sets(request) and request.record == "support":
+        kept = candidates("kept")
+    else:
+        name = "sampling_logprobs" if needs_kept_sets(request) else "logprobs"
+        logprobs = array(name, np.float32)
+    head = candidates("head") if request.head_k else None
+    if request.record == "head":
+        kept, head = head, None
+    return _Recorded(
+        output_ids=array("output_ids", np.int32),
+        logprobs=logprobs,
+        kept=kept,
+        head=head,
+        experts=arrays.get("experts"),
+    )
 
 
 def _refuse_aborted(meta: Mapping[str, Any], request: GenerateRequest) -> None:
@@ -127,8 +183,8 @@ def _int32(values: Sequence[Any], *, what: str) -> np.ndarray:
     array = np.array(values) if values else np.empty(0, dtype=np.int64)
     if array.dtype.kind not in "iu" or array.ndim != 1:
         raise ValueError(f"{what} are not a flat list of whole numbers")
-    if array.size and (array.max() > np.iinfo(np.int32).max or array.min() < 0):
-        raise ValueError(f"{what} reach from {array.min()} to {array.max()}; allowed: 0 to 2^31-1")
+    if array.size and array.max() > np.iinfo(np.int32).max:
+        raise ValueError(f"{what} reach up to {array.max()}; allowed: at most 2^31-1")
     return array.astype(np.int32)
 
 
@@ -153,6 +209,7 @@ def _generation(
         raise ValueError("no output token")
     if num_tokens > request.sampling.max_new_tokens:
         raise ValueError(f"{num_tokens} tokens, asked for {request.sampling.max_new_tokens}")
+    _check_ids(output_ids, name="output")
     if kept is not None:
         _check_candidates(kept, num_tokens=num_tokens, is_whole=request.record != "head")
     if head is not None:
@@ -192,6 +249,7 @@ def _check_candidates(candidates: Candidates, *, num_tokens: int, is_whole: bool
     name = "kept set" if is_whole else "head"
     if len(candidates) != num_tokens:
         raise ValueError(f"{len(candidates)} {name}s for {num_tokens} tokens")
+    _check_ids(candidates.ids, name=name)
     _check_logprobs(candidates.logprobs, positions=candidates.tokens)
     mass_N = candidates.mass()
     bad = ~(mass_N <= 1.0 + KEPT_SUM_TOLERANCE)
@@ -204,6 +262,11 @@ def _check_candidates(candidates: Candidates, *, num_tokens: int, is_whole: bool
             f"position {position}: {name} sums to {mass_N[position]:.6g}, {bound} "
             f"within {KEPT_SUM_TOLERANCE}"
         )
+
+
+def _check_ids(ids: np.ndarray, *, name: str) -> None:
+    if ids.size and ids.min() < 0:
+        raise ValueError(f"{name} id {ids.min()} is below 0")
 
 
 def _sampled_slots(kept: Candidates, output_ids: np.ndarray) -> np.ndarray:

@@ -14,8 +14,9 @@ import aiohttp
 import orjson
 
 from rlmix.core.errors import EngineError
-from rlmix.engine.answers import parse_document
+from rlmix.engine.answers import parse_document, parse_frame
 from rlmix.engine.protocol import (
+    GENERATION_TYPE,
     MIN_VERSION_HEADER,
     SESSION_HEADER,
     EngineRefused,
@@ -69,7 +70,11 @@ class EngineClient:
                 answer that contradicts itself.
         """
         body = orjson.dumps(request_body(request))
-        headers = {**self._headers, SESSION_HEADER: request.session_id}
+        headers = {
+            **self._headers,
+            "Accept": f"{GENERATION_TYPE}, application/json;q=0.5",
+            SESSION_HEADER: request.session_id,
+        }
         if request.min_version is not None:
             headers[MIN_VERSION_HEADER] = str(request.min_version)
         waiting_for = "an answer"
@@ -91,6 +96,8 @@ class EngineClient:
                         tries += 1
                         continue
                     if status == 200:
+                        if answer_headers.get("Content-Type", "").startswith(GENERATION_TYPE):
+                            return parse_frame(raw, request, answer_headers)
                         answer = _decode(raw, where=f"{self._base_url}/generate")
                         return parse_document(answer, request, answer_headers)
                     if status == 409:

@@ -68,6 +68,12 @@ def reply_json(
     )
 
 
+def reply_bytes(
+    body: bytes, *, content_type: str, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    return web.Response(body=body, content_type=content_type, headers=headers)
+
+
 def reply_text(text: str = "", *, status: int = 200) -> web.Response:
     return web.Response(text=text, status=status)
 

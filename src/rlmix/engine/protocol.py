@@ -15,6 +15,10 @@ from rlmix.core.candidates import Candidates
 from rlmix.core.errors import EngineError
 from rlmix.core.trajectory import VersionSpan
 
+GENERATION_TYPE = "application/x-rlmix-generation"
+"""Media type of a binary `/generate` answer (`engine.frame`). A client that reads it says so in
+`Accept`; an engine that does not know it answers JSON."""
+
 SESSION_HEADER = "X-Session-Id"
 MIN_VERSION_HEADER = "X-Min-Version"
 POOL_HEADER = "X-Rlmix-Pool"

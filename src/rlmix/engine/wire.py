@@ -1,9 +1,11 @@
-"""The JSON documents that our servers answer with, in the shapes of the real SGLang 0.5.23.
+"""What our servers answer with: JSON in the shapes of the real SGLang 0.5.23, and the binary form
+of `/generate`.
 
 Pure functions, shared by the embedded server and the scripted fake, so that the two cannot differ
-in shape. The client's side of the same shapes is `rlmix.engine.protocol`.
+in shape. The client's side of the same shapes is `rlmix.engine.answers`.
 """
 
+import base64
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ import numpy as np
 from rlmix.core.candidates import Candidates
 from rlmix.core.numerics_key import NumericsKey
 from rlmix.core.trajectory import VersionSpan
+from rlmix.engine.frame import encode_frame
 from rlmix.engine.protocol import NUMERICS_HEADER, POOL_HEADER, REPLICA_HEADER
 
 DEFAULT_MASK_CAP = 4096
@@ -42,6 +45,11 @@ class Answer:
     tells_support: bool = False
     """True: the sets' logprobs are part of the answer (`sampling_logprobs_mode` support)."""
     head: Candidates | None = None
+    experts: np.ndarray | None = None
+    """uint8 or int16 [tokens, layers, top_k], of the positions from the asked one to the last that
+    was computed (the last sampled token was not); None when not asked for or not recorded."""
+    expert_shares: np.ndarray | None = None
+    """float32, of the same shape; None when not asked for. Not in SGLang."""
 
 
 def meta_info(answer: Answer) -> dict[str, Any]:
@@ -84,7 +92,43 @@ def generate_document(answer: Answer) -> dict[str, Any]:
         meta["output_token_sampling_logprobs"] = (
             [values for _, values in rows] if answer.tells_support else answer.sampling_logprobs
         )
+    if answer.experts is not None:
+        meta["routed_experts"] = _base64(answer.experts, "<i4")
+    if answer.expert_shares is not None:
+        meta["routed_expert_shares"] = _base64(answer.expert_shares, "<f4")
     return {"text": "", "output_ids": output_ids, "meta_info": meta}
+
+
+def _base64(values: np.ndarray, dtype: str) -> str:
+    """The bytes of an array without its shape, as SGLang answers routed experts."""
+    return base64.b64encode(values.astype(dtype).tobytes()).decode()
+
+
+def generate_frame(answer: Answer) -> bytes:
+    """The same answer in binary (`engine.frame`), without what no client reads: a token's logprob
+    is told once, in its kept set where that is asked for."""
+    arrays = {"output_ids": np.array(answer.output_ids, dtype=np.int32)}
+    if answer.kept is not None and answer.tells_support:
+        arrays.update(_flat("kept", answer.kept))
+    elif answer.sampling_logprobs is not None:
+        arrays["sampling_logprobs"] = answer.sampling_logprobs
+    elif answer.logprobs is not None:
+        arrays["logprobs"] = answer.logprobs
+    if answer.head is not None:
+        arrays.update(_flat("head", answer.head))
+    if answer.experts is not None:
+        arrays["experts"] = answer.experts
+    if answer.expert_shares is not None:
+        arrays["expert_shares"] = answer.expert_shares
+    return encode_frame(meta_info(answer), arrays)
+
+
+def _flat(name: str, candidates: Candidates) -> dict[str, np.ndarray]:
+    return {
+        f"{name}_offsets": candidates.offsets,
+        f"{name}_ids": candidates.ids,
+        f"{name}_logprobs": candidates.logprobs,
+    }
 
 
 def _rows(candidates: Candidates) -> list[tuple[np.ndarray, np.ndarray]]:

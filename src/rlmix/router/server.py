@@ -138,13 +138,14 @@ class Router:
             min_version = None
         except ValueError:
             return self._refuse(400, "X-Min-Version: not a whole number")
+        accept = request.headers.get("Accept", JSON_TYPE)
         body = await request.read()
         started_s = time.monotonic()
         session = self.sessions.open(session_id, now_s=started_s)
         tool_s = None if session.answered_s is None else started_s - session.answered_s
         session.in_flight += 1
         try:
-            response = await self._serve(session, body, min_version=min_version)
+            response = await self._serve(session, body, min_version=min_version, accept=accept)
         finally:
             session.in_flight -= 1
             now_s = time.monotonic()
@@ -157,7 +158,7 @@ class Router:
         return response
 
     async def _serve(
-        self, session: Session[Upstream], body: bytes, *, min_version: int | None
+        self, session: Session[Upstream], body: bytes, *, min_version: int | None, accept: str
     ) -> web.Response:
         """Find the session's replica, send, and start over elsewhere when the replica dies."""
         for _ in range(MAX_MOVES_PER_REQUEST + 1):
@@ -172,7 +173,9 @@ class Router:
                     return placed
                 upstream = placed
             try:
-                return await self._forward(session, upstream, body, min_version=min_version)
+                return await self._forward(
+                    session, upstream, body, min_version=min_version, accept=accept
+                )
             except _ReplicaLost as error:
                 upstream.faults += 1
                 self.counters.lost_requests += 1
@@ -227,6 +230,7 @@ class Router:
         body: bytes,
         *,
         min_version: int | None,
+        accept: str,
     ) -> web.Response:
         """Send the request and wait for the whole answer.
 
@@ -237,7 +241,7 @@ class Router:
         started_s = time.monotonic()
         in_flight_before = upstream.in_flight
         task = asyncio.ensure_future(
-            self._post(upstream, body, self._headers(session, min_version))
+            self._post(upstream, body, self._headers(session, min_version, accept))
         )
         upstream.requests.add(task)
         try:
@@ -265,8 +269,14 @@ class Router:
         headers["X-Rlmix-Rehomed"] = str(session.moves)
         return web.Response(body=content, status=status, headers=headers)
 
-    def _headers(self, session: Session[Upstream], min_version: int | None) -> dict[str, str]:
-        headers = {"Content-Type": JSON_TYPE, "X-Session-Id": session.session_id}
+    def _headers(
+        self, session: Session[Upstream], min_version: int | None, accept: str
+    ) -> dict[str, str]:
+        headers = {
+            "Content-Type": JSON_TYPE,
+            "X-Session-Id": session.session_id,
+            "Accept": accept,
+        }
         if min_version is not None:
             headers["X-Min-Version"] = str(min_version)
         if self._token is not None:

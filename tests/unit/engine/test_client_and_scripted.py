@@ -3,6 +3,7 @@
 import asyncio
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -124,6 +125,54 @@ def test_a_head_is_marked_as_not_exact_and_refused_under_truncation():
         request(record="head", head_k=4)
 
 
+def turn_of(record, *, json_only=False, **changes):
+    async def scenario():
+        async with serving(json_only=json_only) as (_, client):
+            return await client.generate(request(record=record, **changes))
+
+    return asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.mark.parametrize(
+    ("record", "changes"),
+    [
+        ("none", {}),
+        ("none", {"top_p": 1.0, "top_k": -1}),
+        ("support", {}),
+        ("support", {"head_k": 5}),
+        ("support", {"temperature": 0.0}),
+        ("support", {"top_p": 1.0, "top_k": -1}),
+        ("head", {"head_k": 5, "top_p": 1.0, "top_k": -1}),
+    ],
+)
+def test_json_and_binary_give_the_same_turn_to_the_last_bit(record, changes):
+    binary = turn_of(record, **changes)
+    assert replace(turn_of(record, json_only=True, **changes), engine_s=0) == replace(
+        binary, engine_s=0
+    )
+
+
+def test_a_head_beside_kept_sets_holds_the_likeliest_ids_of_the_whole_vocabulary():
+    turn = turn_of("support", head_k=5, temperature=1.3)
+    policy = HashPolicy(vocab_size=VOCAB)
+    context = [1, 2, 3]
+    assert turn.kept_exact
+    for token, ids, logprobs in zip(turn.output_ids, *turn.head.lists(), strict=True):
+        full = policy.logprobs(context, version=0, temperature=1.3)
+        assert ids == np.argsort(-full)[:5].tolist()
+        assert logprobs == full[ids].tolist()
+        context.append(token)
+    assert (turn.head.mass() < 0.999).all()
+    assert turn_of("support").head is None
+
+
+def test_a_head_is_refused_where_it_would_mean_something_else():
+    with pytest.raises(ValueError, match="head_k=5 with record='none'"):
+        request(record="none", head_k=5)
+    with pytest.raises(ValueError, match="greedy logprobs are at 1"):
+        request(record="support", head_k=5, temperature=0.0)
+
+
 def test_every_sampling_field_is_sent_so_no_default_of_the_engine_applies():
     body = request_body(request(seed=3))
     assert body["sampling_params"] == {
@@ -168,15 +217,20 @@ def test_a_refusal_that_started_nothing_is_tried_again(fault):
         ("error", EngineError, "500: scripted error"),
         ("cut", EngineError, "connection lost"),
         ("truncate", EngineError, "connection lost"),
+        ("changed", EngineError, "engine: "),
         ("abort", GenerationAborted, "was aborted: Aborted"),
         ("nan_logprobs", EngineError, "engine: answer"),
         ("wrong_mask", EngineError, "is not in its kept set"),
         ("bad_spans", EngineError, "do not cover"),
     ],
 )
-def test_a_bad_answer_is_an_error_and_never_a_turn(fault, error, text):
+@pytest.mark.parametrize("json_only", [False, True])
+def test_a_bad_answer_is_an_error_and_never_a_turn(fault, error, text, json_only):
+    if fault == "changed" and json_only:
+        pytest.skip("JSON has no checksum")
+
     async def scenario():
-        async with serving() as (engine, client):
+        async with serving(json_only=json_only) as (engine, client):
             engine.fail_next(fault)
             with pytest.raises(error, match=text):
                 await client.generate(request())

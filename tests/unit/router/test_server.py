@@ -12,7 +12,7 @@ import pytest
 
 from rlmix.core.errors import EngineError
 from rlmix.engine import protocol
-from rlmix.engine.http import JsonServer, reply_json
+from rlmix.engine.http import JsonServer, reply_bytes, reply_json
 from rlmix.engine.scripted import ScriptedEngine, certain_reply
 from rlmix.router import server
 from rlmix.router.client import RouterAdmin
@@ -76,6 +76,33 @@ def test_the_replica_sees_the_session_and_the_version_asked_for(stage):
 
     run(stage, scenario, replicas=())
     assert seen == ["the one"]
+
+
+def test_a_binary_answer_passes_through_byte_by_byte(stage):
+    sent = bytes(range(256)) * 40
+    seen = []
+
+    async def answer(call):
+        seen.append(call.headers["Accept"])
+        return reply_bytes(sent, content_type=protocol.GENERATION_TYPE)
+
+    async def scenario():
+        engine = JsonServer({("POST", "/generate"): answer})
+        await engine.start(host="127.0.0.1")
+        stage.urls["a"] = engine.url
+        await stage.register("a")
+        for accept in (protocol.GENERATION_TYPE, "application/json"):
+            async with stage.http.post(
+                stage.urls["router"] + "/generate",
+                json={},
+                headers={"X-Session-Id": "s", "Accept": accept},
+            ) as response:
+                assert response.content_type == protocol.GENERATION_TYPE
+                assert await response.read() == sent
+        await engine.stop()
+
+    run(stage, scenario, replicas=())
+    assert seen == [protocol.GENERATION_TYPE, "application/json"]
 
 
 def test_header_names_are_those_of_the_engine_protocol():

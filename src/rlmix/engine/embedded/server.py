@@ -25,6 +25,7 @@ from rlmix.engine.embedded.requests import Request, parse_request
 from rlmix.engine.embedded.scheduler import PAUSE_MODES, Scheduler
 from rlmix.engine.embedded.weights import load_weights
 from rlmix.engine.http import Call, Handler, JsonServer, RequestError, reply_json, reply_text
+from rlmix.engine.negotiation import reply_answer
 from rlmix.engine.protocol import MIN_VERSION_HEADER
 
 DRAIN_LIMIT_S = 600.0
@@ -157,7 +158,7 @@ class EmbeddedServer:
             scheduler.drop(request, message="the client left")
             raise
         answer = request.answer(weight_version=scheduler.version)
-        return reply_json(wire.generate_document(answer), headers=self._headers)
+        return reply_answer(call, answer, headers=self._headers)
 
     async def _update_weights(self, call: Call) -> web.Response:
         body = await call.json()

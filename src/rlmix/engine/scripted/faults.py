@@ -1,10 +1,12 @@
 """What a scripted engine can do wrong, by name."""
 
-from typing import Any
+from dataclasses import replace
 
+import numpy as np
 from aiohttp import web
 
 from rlmix.engine.http import RequestError, reply_text
+from rlmix.engine.wire import Answer
 
 FAULTS = {
     "busy": "503 with Retry-After",
@@ -16,11 +18,15 @@ FAULTS = {
     "truncate": "200, but the body stops half way",
     "exit": "the process ends at once",
     "abort": "200 with finish_reason abort",
-    "nan_logprobs": "200, the first logprob is null",
+    "changed": "200, one bit of the body is another",
+    "nan_logprobs": "200, the first logprob is NaN (null in JSON)",
+    "shifted_logprobs": "200, every logprob over the whole vocabulary is half a nat too low",
     "wrong_mask": "200, the first kept set lacks the sampled token",
     "bad_spans": "200, weight_versions do not cover the output",
     "old_version": "200, sampled by version 0",
 }
+
+SHIFT_NATS = np.float32(0.5)
 
 
 def refuse(fault: str, *, version: int) -> None:
@@ -35,28 +41,43 @@ def refuse(fault: str, *, version: int) -> None:
         raise RequestError(400, "scripted refusal")
 
 
-def spoil(document: dict[str, Any], fault: str) -> None:
-    """Make a good answer wrong in the fault's way."""
-    meta = document["meta_info"]
+def spoil(answer: Answer, fault: str) -> Answer:
+    """A good answer, wrong in the fault's way."""
     if fault == "abort":
-        meta["finish_reason"] = {"type": "abort", "message": "Aborted"}
-    elif fault == "nan_logprobs":
-        if "output_token_logprobs" in meta:
-            meta["output_token_logprobs"][0][0] = None
-        if "output_token_sampling_logprobs" in meta:
-            first = meta["output_token_sampling_logprobs"]
-            meta["output_token_sampling_logprobs"] = [None, *first[1:]]
-    elif fault == "wrong_mask":
-        sets = [list(ids) for ids in meta.get("output_token_sampling_mask", [])]
-        if sets:
-            sets[0] = [2**31 - 1] * len(sets[0])
-            meta["output_token_sampling_mask"] = sets
-    elif fault == "bad_spans":
-        meta["weight_versions"] = [
-            {**span, "end": span["end"] - 1} for span in meta["weight_versions"]
-        ]
-    elif fault == "old_version":
-        meta["weight_versions"] = [{**span, "version": "0"} for span in meta["weight_versions"]]
+        return replace(answer, finish_reason={"type": "abort", "message": "Aborted"})
+    if fault == "nan_logprobs":
+        kept, sampling, logprobs = answer.kept, answer.sampling_logprobs, answer.logprobs
+        return replace(
+            answer,
+            logprobs=None if logprobs is None else _with_nan(logprobs),
+            sampling_logprobs=None if sampling is None else _with_nan(sampling),
+            kept=None if kept is None else replace(kept, logprobs=_with_nan(kept.logprobs)),
+        )
+    if fault == "shifted_logprobs" and answer.logprobs is not None:
+        return replace(answer, logprobs=answer.logprobs - SHIFT_NATS)
+    if fault == "wrong_mask" and answer.kept is not None:
+        ids = answer.kept.ids.copy()
+        ids[: answer.kept.offsets[1]] = 2**31 - 1
+        return replace(answer, kept=replace(answer.kept, ids=ids))
+    if fault == "bad_spans":
+        return replace(answer, spans=[replace(span, end=span.end - 1) for span in answer.spans])
+    if fault == "old_version":
+        return replace(answer, spans=[replace(span, version=0) for span in answer.spans])
+    return answer
+
+
+def _with_nan(logprobs: np.ndarray) -> np.ndarray:
+    spoilt = logprobs.copy()
+    spoilt[0] = np.nan
+    return spoilt
+
+
+def change_a_byte(response: web.Response) -> web.Response:
+    """Another bit in the middle of the body, as a broken network card or proxy would make it."""
+    body = bytearray(response.body)  # type: ignore[arg-type]
+    body[len(body) // 2] ^= 1
+    response.body = bytes(body)
+    return response
 
 
 def cut(request: web.BaseRequest) -> web.Response:

@@ -17,8 +17,9 @@ from rlmix.core.numerics_key import NumericsKey
 from rlmix.core.trajectory import VersionSpan
 from rlmix.engine import wire
 from rlmix.engine.http import Call, Handler, JsonServer, RequestError, reply_json, reply_text
+from rlmix.engine.negotiation import reply_answer
 from rlmix.engine.protocol import MIN_VERSION_HEADER, SESSION_HEADER
-from rlmix.engine.scripted.faults import FAULTS, cut, refuse, send_half, spoil
+from rlmix.engine.scripted.faults import FAULTS, change_a_byte, cut, refuse, send_half, spoil
 from rlmix.engine.scripted.policies import Policy, ScriptedCall, ScriptedReply
 
 
@@ -36,8 +37,10 @@ class ScriptedEngine:
         max_running: int = 16,
         latency_s: float = 0.0,
         token_s: float = 0.0,
+        json_only: bool = False,
     ) -> None:
-        """`latency_s` passes before the first token, `token_s` before every further one."""
+        """`latency_s` passes before the first token, `token_s` before every further one;
+        `json_only` answers as the real server does, whatever the client reads."""
         self._policy = policy
         self._numerics = numerics or NumericsKey(
             accelerator="none",
@@ -50,6 +53,7 @@ class ScriptedEngine:
         self._pool, self._replica = pool, replica
         self._max_running = max_running
         self._latency_s, self._token_s = latency_s, token_s
+        self._json_only = json_only
         self._room = asyncio.Semaphore(max_running)
         self._resumed = asyncio.Event()
         self._resumed.set()
@@ -133,15 +137,17 @@ class ScriptedEngine:
         rid = body.get("rid") or next(self._rids)
         session_id = call.headers.get(SESSION_HEADER, rid)
         answer = await self._answer(rid, session_id, body, started_s)
-        document = wire.generate_document(answer)
-        spoil(document, fault)
         headers = wire.identity_headers(
             pool=self._pool, replica=self._replica, numerics=self._numerics
         )
-        response = reply_json(document, headers=headers)
+        answer = spoil(answer, fault)
+        if self._json_only:
+            response = reply_json(wire.generate_document(answer), headers=headers)
+        else:
+            response = reply_answer(call, answer, headers=headers)
         if fault == "truncate":
             return await send_half(call.request, response)
-        return response
+        return change_a_byte(response) if fault == "changed" else response
 
     async def _answer(
         self, rid: str, session_id: str, body: Mapping[str, Any], started_s: float
