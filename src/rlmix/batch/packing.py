@@ -5,7 +5,7 @@ exceeds the budget; samples that need different arithmetic (kept sets, heads, ne
 without gradient) never share one; the result depends on the samples only, not on time or hashing.
 """
 
-# B rows, T padded length, P policy tokens of the micro-batch, K kept-set slots
+# B rows, T padded length, P policy tokens of the micro-batch, H those with a head, K slots
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,6 +48,13 @@ class MicroBatch:
     kept_logprobs_PK: np.ndarray | None
     """float32, -inf in padded slots."""
     kept_exact: bool
+    head_tokens_H: np.ndarray | None = None
+    """int64, ascending: the policy tokens (index into P) with a head beside their exact kept set;
+    None: none has one."""
+    head_ids_HK: np.ndarray | None = None
+    """int64, 0 in padded slots; K is the longest head, not that of the kept sets."""
+    head_logprobs_HK: np.ndarray | None = None
+    """float32, the sampler's over the whole vocabulary, -inf in padded slots."""
     experts_BTLK: np.ndarray | None = None
     """int16 [B, T, layers, experts per token], -1 where nothing was recorded and in the padding;
     None: nothing was recorded for any token."""
@@ -127,6 +134,7 @@ def _collate(
 
     pool_maps = [np.array([pool_names.index(n) for n in s.pool_names]) for s in samples]
     kept_ids_PK, kept_logprobs_PK = _padded_kept(samples, cols)
+    head_tokens_H, head_ids_HK, head_logprobs_HK = _padded_heads(samples, cols)
     return MicroBatch(
         session_ids=tuple(sample.session_id for sample in samples),
         ids_BT=ids_BT,
@@ -147,6 +155,9 @@ def _collate(
         kept_ids_PK=kept_ids_PK,
         kept_logprobs_PK=kept_logprobs_PK,
         kept_exact=samples[0].kept_exact,
+        head_tokens_H=head_tokens_H,
+        head_ids_HK=head_ids_HK,
+        head_logprobs_HK=head_logprobs_HK,
         experts_BTLK=_padded_experts(samples, length=ids_BT.shape[1]),
     )
 
@@ -176,12 +187,44 @@ def _padded_kept(
     sizes = np.concatenate(
         [np.diff(offset)[col] for offset, col in zip(offsets, cols, strict=True)]
     )
-    ids_PK = np.zeros((len(sizes), int(sizes.max())), dtype=np.int64)
-    logprobs_PK = np.full(ids_PK.shape, -np.inf, dtype=np.float32)
-    # Positions with mask 0 have no slots, so the flat slots of all samples are in token order.
-    is_slot = np.arange(ids_PK.shape[1]) < sizes[:, None]
-    ids_PK[is_slot] = np.concatenate([s.kept_ids for s in samples if s.kept_ids is not None])
-    logprobs_PK[is_slot] = np.concatenate(
-        [s.kept_logprobs for s in samples if s.kept_logprobs is not None]
+    return _padded(
+        sizes,
+        np.concatenate([s.kept_ids for s in samples if s.kept_ids is not None]),
+        np.concatenate([s.kept_logprobs for s in samples if s.kept_logprobs is not None]),
     )
-    return ids_PK, logprobs_PK
+
+
+def _padded_heads(
+    samples: Sequence[TrainSample], cols: Sequence[np.ndarray]
+) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
+    """(tokens, ids, logprobs) of the policy tokens that have a head; None when none has."""
+    sizes_P = np.concatenate(
+        [
+            np.zeros(len(col), dtype=np.int64)
+            if sample.head_offsets is None
+            else np.diff(sample.head_offsets)[col]
+            for sample, col in zip(samples, cols, strict=True)
+        ]
+    )
+    tokens_H = np.flatnonzero(sizes_P)
+    if not len(tokens_H):
+        return None, None, None
+    ids_HK, logprobs_HK = _padded(
+        sizes_P[tokens_H],
+        np.concatenate([s.head_ids for s in samples if s.head_ids is not None]),
+        np.concatenate([s.head_logprobs for s in samples if s.head_logprobs is not None]),
+    )
+    return tokens_H, ids_HK, logprobs_HK
+
+
+def _padded(
+    sizes: np.ndarray, ids: np.ndarray, logprobs: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of slots padded to the longest. Positions with mask 0 have no slots, so the flat slots
+    of all samples are in the order of their tokens."""
+    padded_ids = np.zeros((len(sizes), int(sizes.max())), dtype=np.int64)
+    padded_logprobs = np.full(padded_ids.shape, -np.inf, dtype=np.float32)
+    is_slot = np.arange(padded_ids.shape[1]) < sizes[:, None]
+    padded_ids[is_slot] = ids
+    padded_logprobs[is_slot] = logprobs
+    return padded_ids, padded_logprobs

@@ -110,6 +110,8 @@ RULES: dict[str, Rule] = {
     ),
     "algo.temperature": above(0),
     "algo.head_k": at_least(0),
+    "algo.alarm_head_k": at_least(0),
+    "algo.alarm_head_frac": within(0, 1),
     "loop.steps": at_least(1),
     "loop.sessions_per_step": at_least(1),
     "loop.group_size": at_least(2),

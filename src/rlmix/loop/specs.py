@@ -124,6 +124,7 @@ def _session(
 ) -> SessionSpec:
     algo, session = config.algo, config.session
     is_truncated = algo.top_p < 1.0 or algo.top_k > 0
+    record = "support" if is_truncated else "head" if algo.centering else "none"
     return SessionSpec(
         session_id=session_id,
         group_id=group_id,
@@ -135,8 +136,10 @@ def _session(
         temperature=algo.temperature,
         top_p=algo.top_p,
         top_k=algo.top_k,
-        record="support" if is_truncated else "head" if algo.centering else "none",
-        head_k=0 if is_truncated else algo.head_k,
+        record=record,
+        head_k=algo.head_k if record == "head" else 0,
+        alarm_head_k=algo.alarm_head_k if record == "support" and split == "train" else 0,
+        alarm_head_frac=algo.alarm_head_frac,
         max_turns=session.max_turns,
         max_turn_tokens=session.max_turn_tokens,
         max_context_tokens=session.max_context_tokens,

@@ -188,7 +188,7 @@ class _Session:
                 seed=spec.turn_seed(turn),
             ),
             record=spec.record,
-            head_k=spec.head_k,
+            head_k=min(spec.turn_head_k(turn), self.renderer.vocab_size),
             min_version=spec.min_version,
         )
         self.asked_engine = True

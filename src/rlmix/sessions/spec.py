@@ -3,9 +3,10 @@
 import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Protocol
 
-from rlmix.engine.protocol import GenerateRequest, Generation
+from rlmix.engine.protocol import GREEDY_TEMPERATURE, GenerateRequest, Generation
 from rlmix.tasks.verdict import Verdict
 
 
@@ -28,6 +29,11 @@ class SessionSpec:
     record: str
     """`support`, `head` or `none`: what the engine reports about each token."""
     head_k: int = 0
+    """Candidates of each token with record `head`."""
+    alarm_head_k: int = 0
+    """With record `support`: candidates of the whole vocabulary beside the kept sets, on
+    `alarm_head_frac` of the turns."""
+    alarm_head_frac: float = 0.0
     max_turns: int
     max_turn_tokens: int
     max_context_tokens: int
@@ -45,6 +51,17 @@ class SessionSpec:
         """31-bit sampling seed of turn `turn` (from 0)."""
         return zlib.crc32(f"{self.seed}/{turn}".encode()) & 0x7FFFFFFF
 
+    def turn_head_k(self, turn: int) -> int:
+        """Candidates of the whole vocabulary that turn `turn` (from 0) records. Which turns watch
+        the tail follows from session and turn alone, so a repeated run watches the same ones."""
+        if self.record != "support":
+            return self.head_k
+        if not self.alarm_head_k or self.temperature < GREEDY_TEMPERATURE:
+            return 0
+        name = f"{self.session_id}/{turn}".encode()
+        place = int.from_bytes(blake2b(name, digest_size=8).digest()) / 2**64
+        return self.alarm_head_k if place < self.alarm_head_frac else 0
+
 
 class Engine(Protocol):
     """What a session asks of `EngineClient`."""
@@ -56,6 +73,9 @@ class Engine(Protocol):
 
 class Renderer(Protocol):
     """What a session asks of `ChatRenderer`."""
+
+    @property
+    def vocab_size(self) -> int: ...
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...

@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -44,6 +46,38 @@ def test_short_rows_are_padded_and_policy_tokens_keep_their_place():
     assert batch.sequences_P.tolist() == [1, 1, 0]
     assert batch.num_tokens == 8
     assert batch.kept_ids_PK is None
+
+
+def with_head(made, tokens, size):
+    """The sample with a head of `size` ids at some of its policy tokens."""
+    sizes = np.zeros(len(made.ids), dtype=np.int32)
+    sizes[tokens] = size
+    total = int(sizes.sum())
+    return dataclasses.replace(
+        made,
+        head_offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32),
+        head_ids=np.arange(total, dtype=np.int32) + 50,
+        head_logprobs=np.full(total, -2.0, dtype=np.float32),
+    )
+
+
+def test_heads_are_given_for_the_few_tokens_that_have_one():
+    bare = sample("a", 4, [1, 3], kept=3)
+    watched = with_head(sample("b", 4, [1, 2, 3], kept=3), [2, 3], 2)
+    wider = with_head(sample("c", 4, [1], kept=3), [1], 3)
+    (batch,) = pack_samples([bare, watched, wider], max_tokens=12)
+    assert batch.sequences_P.tolist() == [0, 0, 1, 1, 1, 2]
+    assert batch.head_tokens_H.tolist() == [3, 4, 5]
+    assert batch.head_ids_HK.tolist() == [[50, 51, 0], [52, 53, 0], [50, 51, 52]]
+    assert np.isneginf(batch.head_logprobs_HK).tolist() == [
+        [False, False, True],
+        [False, False, True],
+        [False, False, False],
+    ]
+    assert batch.kept_ids_PK.shape == (6, 3)
+    (batch,) = pack_samples([bare], max_tokens=12)
+    assert batch.head_tokens_H is None
+    assert batch.head_ids_HK is None
 
 
 def test_kept_sets_of_different_sizes_are_padded_with_minus_infinity():

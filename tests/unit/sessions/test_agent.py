@@ -391,6 +391,9 @@ def test_the_router_is_told_when_a_session_is_over(lab: Lab) -> None:
 def test_random_tokens_of_a_model_without_weights_end_somewhere_with_aligned_records(
     lab: Lab,
 ) -> None:
+    watched = replace(SPEC, max_turns=3, alarm_head_k=9999, alarm_head_frac=0.5)
+    heads = []
+
     async def scenario() -> list[Trajectory]:
         engine = ScriptedEngine(HashPolicy(vocab_size=RENDERER.vocab_size), weight_version=1)
         await engine.start()
@@ -399,7 +402,7 @@ def test_random_tokens_of_a_model_without_weights_end_somewhere_with_aligned_rec
             return await asyncio.gather(
                 *(
                     run_session(
-                        replace(SPEC, session_id=f"r{seed}", seed=seed, max_turns=3),
+                        replace(watched, session_id=f"r{seed}", seed=seed),
                         public=PUBLIC,
                         engine=client,
                         backend=lab.backend,
@@ -416,7 +419,32 @@ def test_random_tokens_of_a_model_without_weights_end_somewhere_with_aligned_rec
     for done in lab.runner.run(asyncio.wait_for(scenario(), 60)):
         assert done.outcome is not Outcome.VOID, done.void_reason
         assert done.num_tokens <= SPEC.max_context_tokens
-        for turn in done.turns:
+        for number, turn in enumerate(done.turns):
             assert len(turn.output_ids) == len(turn.sampler_logprobs)
             assert turn.kept is not None
+            wants_head = replace(watched, session_id=done.session_id).turn_head_k(number) > 0
+            assert (turn.head is not None) == wants_head
+            if turn.head is not None:
+                assert turn.head.sizes.tolist() == [RENDERER.vocab_size] * len(turn.output_ids)
+            heads.append(wants_head)
             assert (turn.kept.find(np.array(turn.output_ids))[1] == 1).all()
+    assert 0 < sum(heads) < len(heads)
+
+
+def test_the_turns_that_watch_the_tail_are_the_asked_share_and_the_same_every_time() -> None:
+    watched = replace(SPEC, alarm_head_k=128, alarm_head_frac=0.01)
+    asked = [
+        replace(watched, session_id=f"run.g{group:06d}.{member}").turn_head_k(turn)
+        for group in range(500)
+        for member in range(8)
+        for turn in range(5)
+    ]
+    # 20,000 turns: 200 expected, standard deviation 14.
+    assert 150 <= sum(k == 128 for k in asked) <= 250
+    assert set(asked) == {0, 128}
+    assert all(replace(watched, alarm_head_frac=1.0).turn_head_k(turn) for turn in range(9))
+    for off in ({"alarm_head_frac": 0.0}, {"alarm_head_k": 0}, {"temperature": 0.0}):
+        changed = replace(watched, **{"alarm_head_frac": 1.0, **off})
+        assert not any(changed.turn_head_k(turn) for turn in range(9))
+    head = replace(watched, record="head", top_p=1.0, head_k=64)
+    assert head.turn_head_k(3) == 64

@@ -48,6 +48,10 @@ class AlgoConfig:
     temperature: float
     head_k: int
     """Candidates to record when sampling cuts nothing off."""
+    alarm_head_k: int
+    """Candidates of the whole vocabulary to record beside kept sets; 0: none."""
+    alarm_head_frac: float
+    """Share of turns that record them."""
 
 
 @dataclass(kw_only=True, slots=True)
