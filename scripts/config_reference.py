@@ -52,6 +52,7 @@ def described() -> dict[str, str]:
         "accelerators.*.": "accelerators/public.yaml",
         "router.": "router/shortest_delay.yaml",
         "launch.": "launch/local.yaml",
+        "alarms.": "alarms/default.yaml",
         "observe.": "observe/default.yaml",
     }
     texts: dict[str, str] = {}

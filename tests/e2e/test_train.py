@@ -158,3 +158,42 @@ def test_ctrl_c_ends_after_the_step_with_130_and_the_run_can_go_on(start_run):
     assert done < 50
     assert (run.path / "checkpoints" / f"step_{done:06d}" / "manifest.json").exists()
     assert run.events("attempt_ended")[-1]["reason"] == "interrupted"
+
+
+def test_alarms_take_a_pool_out_and_stop_the_run_and_both_survive_a_resume(start_run):
+    # k3 is never below 0, so both pools are accused at once: one goes, the last one must stay.
+    # Weights are never all equal, so the run is stopped in the same step.
+    run = start_run(
+        "a", "loop.steps=50", "alarms.patience=2", "alarms.min_tokens=1",
+        "alarms.pool_k3_limit=0", "alarms.pool_k3_action=quarantine",
+        "alarms.ess_limit=1", "alarms.ess_action=stop",
+    )  # fmt: skip
+    code, _ = run.finish()
+    assert code == 1
+    assert "alarms: the run diverged: the weights are worth" in run.stderr()
+    assert "to go on: rlmix train --resume" in run.stderr()
+    (out,) = run.events("pool_quarantined")
+    (refused,) = run.events("quarantine_refused")
+    assert {out["pool"], refused["pool"]} == {"b200", "a100"}
+    done = len(run.rows())
+    assert out["step"] == done < 10
+    assert (run.path / "checkpoints" / f"step_{done:06d}" / "manifest.json").exists()
+    summary = json.loads((run.path / "summary.json").read_text())
+    assert (summary["exit_reason"], summary["quarantined"]) == ("failed", [out["pool"]])
+    run.assert_no_process_left()
+
+    again = start_run(
+        "a2", "--resume", "a", "alarms.ess_action=event", f"loop.steps={done + 8}",
+        "alarms.release_after_steps=3", "--json",
+    )  # fmt: skip
+    code, stdout = again.finish()
+    assert code == 0, again.stderr()
+    assert json.loads(stdout)["steps"] == done + 8
+    held = run.events("pool_quarantined")[1]
+    assert (held["pool"], held["reason"]) == (out["pool"], f"in quarantine since step {done}")
+    assert run.events("pool_released")[0]["step"] == done + 3
+    ready = [event["attempt"] for event in run.events("replica_ready")
+             if event["pool"] == out["pool"]]  # fmt: skip
+    assert ready[:2] == [1, 2]  # Once in the first attempt, and in the second when released.
+    assert "pool_quarantined" in (run.path / "report.html").read_text()
+    run.assert_nothing_left()

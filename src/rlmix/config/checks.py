@@ -172,6 +172,25 @@ def _check_trainer(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
+def _check_alarms(config: TrainConfig) -> Iterator[Problem]:
+    alarms = config.alarms
+    for name in names.ALARMS:
+        if getattr(alarms, f"{name}_action") == "quarantine" and name not in names.POOL_ALARMS:
+            yield Problem(
+                where=f"alarms.{name}_action",
+                what="got 'quarantine', but this alarm is about the whole run and names no pool",
+                allowed="use event or stop",
+                hint=f"alarms that can quarantine: {', '.join(names.POOL_ALARMS)}",
+            )
+    if alarms.window < alarms.patience:
+        yield Problem(
+            where="alarms.window",
+            what=f"got {alarms.window}, less than alarms.patience={alarms.patience}, so that no "
+            "rule would ever have a past",
+            allowed=f"use {alarms.patience} or more",
+        )
+
+
 def _check_sinks(config: TrainConfig) -> Iterator[Problem]:
     sinks = {"wandb": config.observe.wandb, "mlflow": config.observe.mlflow}
     for name, is_wanted in sinks.items():
@@ -189,5 +208,6 @@ CHECKS: Sequence[Callable[[TrainConfig], Iterator[Problem]]] = (
     _check_loop,
     _check_sessions,
     _check_trainer,
+    _check_alarms,
     _check_sinks,
 )

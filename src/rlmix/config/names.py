@@ -30,6 +30,22 @@ PAUSE_MODES = ("in_place", "retract", "abort")
 LAUNCH_BACKENDS = ("local",)
 CONSISTENCIES = ("native",)
 
+ALARMS = (
+    "tail_ratio",
+    "ess",
+    "masked",
+    "k3",
+    "entropy",
+    "non_finite",
+    "pool_drift",
+    "pool_masked",
+    "pool_k3",
+)
+POOL_ALARMS = ("pool_drift", "pool_masked", "pool_k3")
+"""Alarms about one pool: only they can quarantine."""
+ALARM_ACTIONS = ("event", "quarantine", "stop")
+LAST_POOL = ("continue", "stop")
+
 NOT_YET: Mapping[str, Mapping[str, str]] = {
     "pools.*.engine": {
         "sglang": "real SGLang servers arrive with the SGLang adapter; this version serves "

@@ -48,5 +48,9 @@ class TrainerError(RlmixError):
     """The trainer met a non-finite or inconsistent number and stopped before using it."""
 
 
+class DivergedError(RlmixError):
+    """An alarm whose action is `stop` ended the run; its checkpoint is written."""
+
+
 class LaunchError(RlmixError):
     """A process of the run could not be started, or did not become ready in time."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rlmix.loop.alarms import AlarmWatch
 from rlmix.loop.progress import Progress
 from rlmix.observe.report import REPORT_FILE
 from rlmix.observe.run_dir import RunDir
@@ -33,6 +34,10 @@ class TrainSummary:
     policy_version: int
     eval: dict[str, Any] | None
     """Closing evaluation: warm start, trained, difference, ci95, tasks, void."""
+    alarms: list[dict[str, Any]]
+    """Every alarm of the run: name, pool, since, raised and cleared step, value, threshold."""
+    quarantined: list[str]
+    """Pools that were out of routing at the end."""
     pools: dict[str, dict[str, Any]]
     report: str
 
@@ -46,6 +51,7 @@ def build_summary(
     run: RunDir,
     progress: Progress,
     evaluation: dict[str, Any] | None,
+    alarms: AlarmWatch | None,
     last_metrics: Mapping[str, float],
     exit_reason: str,
     wall_s: float,
@@ -79,6 +85,8 @@ def build_summary(
         void_frac=progress.void_frac,
         policy_version=progress.published_version,
         eval=evaluation,
+        alarms=[asdict(record) for record in alarms.records] if alarms else [],
+        quarantined=list(alarms.quarantined) if alarms else [],
         pools=pools,
         report=str(run.path / REPORT_FILE),
     )

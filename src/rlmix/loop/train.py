@@ -17,6 +17,7 @@ from typing import Any
 
 from rlmix.config.schema.train import TrainConfig
 from rlmix.core.errors import LaunchError, RlmixError
+from rlmix.loop.alarms import AlarmWatch
 from rlmix.loop.evaluation import closing_evaluation, keep_version
 from rlmix.loop.fleets import eval_fleet, training_fleet, views_of
 from rlmix.loop.progress import Progress
@@ -191,6 +192,12 @@ class _Training:
             max_staleness=config.loop.max_staleness,
         )
         runtime.on_close(rollout.stop)
+        alarms = AlarmWatch(
+            config.alarms,
+            pools=fleet,
+            on_event=run.events.append,
+            state=loaded["extra"].get("alarms"),
+        )
         self.loop = TrainingLoop(
             config=config,
             run=run,
@@ -200,6 +207,7 @@ class _Training:
             stream=stream,
             costs=self.costs,
             progress=self.progress,
+            alarms=alarms,
             is_router_lost=lambda: runtime.router_process.is_retired,
         )
         self.view.attach(self.loop, fleet, rollout)
@@ -211,6 +219,7 @@ class _Training:
         await self.loop.publish_first(version)
         if version == 0:
             keep_version(run.weights, run.path / EVAL_KEPT, 0)
+        await alarms.hold_again()
         await fleet.start(version)
         rollout.start()
         await self.loop.run()
@@ -271,6 +280,7 @@ class _Training:
             run=self.run,
             progress=self.progress,
             evaluation=self.evaluation,
+            alarms=self.loop.alarms if self.loop else None,
             last_metrics=self.loop.last_metrics if self.loop else {},
             exit_reason=exit_reason,
             wall_s=wall_s,

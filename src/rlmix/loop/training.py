@@ -4,8 +4,9 @@ Generation never waits for it: the rollout keeps sessions in flight on its own, 
 versions on their own. What this loop waits for is named in `phase`, has a limit, and is measured.
 
 Invariants: the trainer's policy version is the number of steps done; a version is published
-before any sample may claim it; a checkpoint names the step, the version, the task order and every
-counter under one id, so a killed run continues where the newest complete checkpoint stands.
+before any sample may claim it; a checkpoint names the step, the version, the task order, every
+counter and what the alarms remember under one id, so a killed run continues where the newest
+complete checkpoint stands.
 """
 
 import asyncio
@@ -16,9 +17,10 @@ from typing import Any
 
 from rlmix.batch.groups import build_batch
 from rlmix.config.schema.train import TrainConfig
-from rlmix.core.errors import EngineError, TrainerError
+from rlmix.core.errors import DivergedError, EngineError, TrainerError
 from rlmix.core.trajectory import Trajectory
 from rlmix.launch.handle import Handle
+from rlmix.loop.alarms import AlarmWatch
 from rlmix.loop.progress import Progress
 from rlmix.loop.rollout import FinishedGroup, Rollout
 from rlmix.loop.step_metrics import serving_pool, tokens_by_pool, trajectory_metrics
@@ -64,6 +66,7 @@ class TrainingLoop:
         stream: TaskStream,
         costs: CostMeter,
         progress: Progress,
+        alarms: AlarmWatch,
         is_router_lost: Callable[[], bool] = lambda: False,
     ) -> None:
         self._config = config
@@ -74,6 +77,7 @@ class TrainingLoop:
         self._stream = stream
         self._costs = costs
         self._is_router_lost = is_router_lost
+        self.alarms = alarms
         self._saved_step = progress.step
         self._stop = asyncio.Event()
         self.progress = progress
@@ -97,6 +101,9 @@ class TrainingLoop:
         while self.progress.step < loop.steps and not self.is_stopping:
             if not await self._step():
                 break
+            if reason := await self.alarms.after_step(self.progress.step, self.last_metrics):
+                await self.save()
+                raise DivergedError(reason)
             if self.progress.step % loop.checkpoint_every == 0:
                 await self.save()
         await self.save()
@@ -108,7 +115,11 @@ class TrainingLoop:
         if self._saved_step == self.progress.step:
             return
         self.phase = "saving a checkpoint"
-        extra = {"progress": self.progress.to_dict(), "stream": self._stream.state()}
+        extra = {
+            "progress": self.progress.to_dict(),
+            "stream": self._stream.state(),
+            "alarms": self.alarms.state(),
+        }
         path = await self._trainer.call(
             "save", self.progress.step, extra, timeout_s=TRAINER_LIMIT_S
         )
@@ -204,7 +215,7 @@ class TrainingLoop:
             await asyncio.gather(take, stop, lost, return_exceptions=True)
 
     async def _until_no_replica_is_left(self) -> None:
-        while not all(status.state.is_final for status in self._fleet.status()):
+        while not all(s.state.is_final or s.is_held for s in self._fleet.status()):
             if self._is_router_lost():
                 raise EngineError("loop: the router died too often; see logs/router.log")
             await asyncio.sleep(FLEET_LOOK_S)
@@ -247,7 +258,9 @@ class TrainingLoop:
         if reward is None:
             raise TrainerError(f"loop: step {step} has no valid session; see events.jsonl")
         self.progress.rewards.append(reward)
-        self._run.write_trajectories(step, members)
+        written = self._run.write_trajectories(step, members)
+        if tokens := metrics.get("rollout/tokens"):
+            metrics["rollout/disk_bytes_per_token"] = written.stat().st_size / tokens
         # A key that outside scripts rely on is there in every row, null where it does not apply.
         row: dict[str, Any] = {"step": step, **dict.fromkeys(PROMISED_KEYS), **metrics}
         self._run.metrics.append(row)

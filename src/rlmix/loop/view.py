@@ -123,6 +123,7 @@ class RunView:
             rewards=tuple(progress.rewards),
             metrics=metrics,
             cost_usd=progress.cost_usd,
+            alarms=loop.alarms.sentences() if loop is not None else {},
             events=tuple(self._events),
         )
 

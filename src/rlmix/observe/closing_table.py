@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 NARROW_COLUMNS = 102
 """Below this width the accelerator and replica columns are left out."""
+MAX_ALARMS = 5
 
 
 class _ClosingView:
@@ -62,6 +63,24 @@ def evaluation_lines(evaluation: Mapping[str, Any] | None) -> list[tuple[str, st
     ]
 
 
+def alarm_lines(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(label, text) of `alarms` and `quarantined`: how many, then one line for each."""
+    alarms = document.get("alarms")
+    if not alarms:
+        return [("alarms", figures.MISSING if alarms is None else "none")]
+    standing = sum(alarm.get("cleared_step") is None for alarm in alarms)
+    lines = [("alarms", f"{len(alarms)}, {standing} of them to the end")]
+    for alarm in alarms[:MAX_ALARMS]:
+        cleared = alarm.get("cleared_step")
+        until = "to the end" if cleared is None else f"cleared at step {cleared}"
+        lines.append(("", f"{alarm['text']}, since step {alarm['since_step']}, {until}"))
+    if len(alarms) > MAX_ALARMS:
+        lines.append(("", f"and {len(alarms) - MAX_ALARMS} more in the report"))
+    if out := document.get("quarantined"):
+        lines.append(("in quarantine", ", ".join(out)))
+    return lines
+
+
 def _signed(value: float | None) -> str:
     return figures.MISSING if value is None else f"{value:+.3f}"
 
@@ -85,6 +104,7 @@ def _facts(document: Mapping[str, Any]) -> "Table":
         ("steps", str(document.get("steps", figures.MISSING))),
         ("training reward", f"first {figures.decimal(first)}, last {figures.decimal(last)}"),
         *evaluation_lines(document.get("eval")),
+        *alarm_lines(document),
         (
             "cost",
             f"{figures.usd(document.get('cost_usd'))} (modelled)"

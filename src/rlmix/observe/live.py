@@ -59,6 +59,7 @@ class LiveView:
         self._next_draw_s = float("-inf")
         self._printed_step = 0
         self._printed_phases: set[str] = set()
+        self._printed_alarms: set[str] = set()
 
     def __enter__(self) -> "LiveView":
         if self._is_drawing:
@@ -118,6 +119,10 @@ class LiveView:
         if state.step > self._printed_step:
             self._printed_step = state.step
             self.note(step_line(state))
+        for name, text in state.alarms.items():
+            if name not in self._printed_alarms:
+                self.note(f"ALARM {text}")
+        self._printed_alarms = set(state.alarms)
 
 
 def step_line(state: LiveState) -> str:
@@ -147,6 +152,8 @@ def live_block(state: LiveState, *, width: int, ascii_only: bool = False) -> "Re
         parts.append(_rewards(state, width=width, ascii_only=ascii_only))
     if state.metrics:
         parts.append(_last_metrics(state))
+    alarms = [f"ALARM {text}"[: max(width, 20)] for text in state.alarms.values()]
+    parts.extend(_line((text, "bold red")) for text in alarms)
     parts.extend(_events(state, width=width))
     return Group(*parts)
 
@@ -264,4 +271,4 @@ def _events(state: LiveState, *, width: int) -> list["Text"]:
 
 
 def _is_trouble(kind: str) -> bool:
-    return kind.endswith(("_lost", "_failed", "_refused", "_repaired", "_quarantined"))
+    return kind.endswith(("_lost", "_failed", "_refused", "_repaired", "_quarantined", "_raised"))

@@ -63,5 +63,7 @@ class LiveState:
     """Last row of `metrics.jsonl`."""
     cost_usd: float | None = None
     """So far, over all attempts."""
+    alarms: Mapping[str, str] = field(default_factory=dict)
+    """Alarms that stand, and pools in quarantine: a name that stays, and a sentence."""
     events: tuple[EventLine, ...] = ()
     """Newest last."""

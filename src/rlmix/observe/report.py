@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rlmix.observe import figures, report_charts, report_tables
+from rlmix.observe import figures, report_alarms, report_charts, report_tables
 from rlmix.observe.jsonl import write_atomically
 from rlmix.observe.report_data import ReportData, read_report_data
 from rlmix.observe.run_state import read_run_state
@@ -56,6 +56,7 @@ def _sections(data: ReportData) -> str:
     return (
         _section("Learning", learning)
         + _section("Numerics and correction", report_charts.correction_cards(data))
+        + _section("Alarms", report_alarms.alarm_cards(data))
         + _section("Fleet, cost and time", fleet)
         + _section("What happened", [report_tables.events_card(data)])
     )

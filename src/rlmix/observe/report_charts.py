@@ -162,6 +162,8 @@ def _mismatch(data: ReportData) -> str:
     ]
     if not any(line.points for line in series):
         series = [Series(name="all pools", points=data.column("mismatch/k3_kl"), slot=0)]
+    noise = data.column("mismatch/noise_floor_k3")
+    series.append(Series(name="trainer alone", points=noise, slot=-1))
     body = _lines(
         data,
         series,
@@ -199,15 +201,21 @@ def _masked(data: ReportData) -> str:
 def _tail_ratio(data: ReportData) -> str:
     body = _lines(
         data,
-        [Series(name="tail ratio", points=data.column("correction/sc_tail_ratio"), slot=0)],
+        [
+            Series(name="of the centering", points=data.column("correction/sc_tail_ratio"), slot=0),
+            Series(
+                name="of recorded heads", points=data.column("correction/head_tail_ratio"), slot=1
+            ),
+        ],
         y_label="SC tail ratio",
         needed="correction/sc_tail_ratio",
         number=figures.decimal,
     )
     return card(
         "Score-centering tail ratio",
-        "Probability outside the recorded candidates, trainer over sampler: 1 is consistent; far "
-        "from 1 the centering rests on a poor model of the tail.",
+        "Probability outside the recorded candidates, sampler over trainer: 1 is consistent; far "
+        "from 1 the centering rests on a poor model of the tail. With kept sets it is 1 by "
+        "definition; heads of the whole vocabulary, recorded on few turns, are then the alarm.",
         body,
     )
 

@@ -11,7 +11,7 @@ from rlmix.observe.report_charts import card
 from rlmix.observe.report_data import PoolFacts, ReportData
 
 MAX_EVENTS = 300
-_TROUBLE = ("_lost", "_failed", "_refused", "_repaired", "_quarantined", "_superseded")
+_TROUBLE = ("_lost", "_failed", "_refused", "_repaired", "_quarantined", "_superseded", "_raised")
 
 
 def evaluation_card(data: ReportData) -> str:

@@ -75,7 +75,9 @@ class Fleet:
                 slot.keep(), name=f"slot {slot.spec.name}"
             )
         self._reconciler = asyncio.create_task(self._reconcile(), name="fleet reconciler")
-        await self._until(lambda: all(slot.routed_version is not None for slot in self._slots))
+        await self._until(
+            lambda: all(slot.routed_version is not None or slot.is_held for slot in self._slots)
+        )
 
     async def roll_out(self, version: int) -> None:
         """Bring every replica to `version`, in the background; the newest order wins.
@@ -105,7 +107,7 @@ class Fleet:
             return [
                 f"{slot.spec.name} ({slot.state.value}, version {slot.version})"
                 for slot in self._slots
-                if not slot.state.is_final
+                if not (slot.state.is_final or slot.is_held)
                 and (slot.routed_version is None or slot.routed_version < version)
             ]
 
@@ -117,6 +119,30 @@ class Fleet:
                 f"pools: after {timeout_s:g} s version {version} is not served by: "
                 + ", ".join(behind())
             ) from None
+
+    async def quarantine(self, pool: str, reason: str) -> list[str]:
+        """Take a pool out: its sessions move to other replicas at once, its engines end, and
+        nothing is started in its place until `release`. May be called before `start`.
+
+        Returns:
+            Names of the replicas that were taken out; empty when the pool has none left.
+        """
+        slots = [slot for slot in self._slots if slot.spec.pool == pool and not slot.is_held]
+        slots = [slot for slot in slots if not slot.state.is_final]
+        await asyncio.gather(*[slot.hold(reason) for slot in slots])
+        return [slot.spec.name for slot in slots]
+
+    def release(self, pool: str) -> list[str]:
+        """End a pool's quarantine: each of its replicas boots, answers the canary prompts and is
+        registered like a new one, in the background. Returns their names."""
+        slots = [slot for slot in self._slots if slot.spec.pool == pool and slot.is_held]
+        for slot in slots:
+            slot.release()
+        return [slot.spec.name for slot in slots]
+
+    def serving_pools(self) -> frozenset[str]:
+        """Pools with at least one replica that takes sessions."""
+        return frozenset(slot.spec.pool for slot in self._slots if slot.router_record() is not None)
 
     def status(self) -> list[ReplicaStatus]:
         """Every slot, in the plan's order."""

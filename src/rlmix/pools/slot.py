@@ -66,6 +66,10 @@ class _Gone(Exception):
     """The replica cannot go on; the message says why."""
 
 
+class _Held(Exception):
+    """The slot was put in quarantine; the message says why."""
+
+
 class Slot:
     """Keeps one replica alive."""
 
@@ -96,6 +100,8 @@ class Slot:
         self._target = 0
         self._refused_version = -1
         self._is_registered = False
+        self._hold_reason = ""
+        self._released = asyncio.Event()
         self._wake = asyncio.Event()
         self.changed = asyncio.Event()
         """Set at every change of state or version; whoever waits clears it."""
@@ -123,13 +129,36 @@ class Slot:
         self._target = version
         self._wake.set()
 
+    @property
+    def is_held(self) -> bool:
+        """In quarantine until `release`: nothing runs in the slot, or it is just being ended."""
+        return bool(self._hold_reason)
+
+    async def hold(self, reason: str) -> None:
+        """Out of routing now, and no replica until `release`; the one there is ended."""
+        self._hold_reason = reason
+        self._released.clear()
+        self._wake.set()
+        await self._leave_router("quarantined")
+
+    def release(self) -> None:
+        """Fill the slot again, through the same gate as at the start."""
+        self._hold_reason = ""
+        self._released.set()
+
     async def keep(self) -> None:
         """Fill the slot, and fill it again, until it is retired. Cancel it to end the slot."""
         try:
             while True:
                 try:
+                    if self.is_held:
+                        raise _Held(self._hold_reason)
                     await self._bring_up()
                     await self._serve()
+                except _Held as held:
+                    await self._take_down(SlotState.QUARANTINED, str(held))
+                    await self._released.wait()
+                    continue
                 except _Gone as gone:
                     await self._take_down(SlotState.DEAD, str(gone))
                 except (LaunchError, WeightSyncError) as error:
@@ -172,11 +201,12 @@ class Slot:
             kv_used_frac=0.0 if load is None else load.kv_used_frac,
             restarts=self.restarts,
             since_s=time.monotonic() - self._since_s,
+            is_held=self.is_held,
         )
 
     def router_record(self) -> dict[str, Any] | None:
         """What the router must hold about the slot now; None when it must not serve."""
-        if not self.is_serving or self.info is None:
+        if not self.is_serving or self.info is None or self.is_held:
             return None
         return {
             "pool": self.spec.pool,
@@ -196,6 +226,10 @@ class Slot:
         if record is not None:
             self._is_registered = True
             await self._tell_router(self._router.put_replica(self.spec.name, **record))
+            if self.is_held:  # Meanwhile; the router may have heard the two in either order.
+                self._is_registered = True
+                await self._leave_router("quarantined")
+                return
             self.routed_version = record["version"]
             self.changed.set()
 
@@ -219,6 +253,8 @@ class Slot:
             mean_abs = await self._admit()
             while self.version < self._target and self._target != self._refused_version:
                 await self._update()
+        if self.is_held:
+            raise _Held(self._hold_reason)
         self.has_served = True
         self._enter(
             SlotState.READY,
@@ -258,6 +294,8 @@ class Slot:
         watch = asyncio.create_task(self._handle.call("watch"), name=f"watch {self.spec.name}")
         try:
             while True:
+                if self.is_held:
+                    raise _Held(self._hold_reason)
                 if watch.done():
                     raise _Gone(watch.result())
                 assert self.version is not None
@@ -359,14 +397,16 @@ class Slot:
     async def _take_down(self, state: SlotState, reason: str) -> None:
         """The router first, so that no further request goes there; then the process."""
         self._enter(state, reason)
-        self.routed_version = None
-        if self._is_registered:
-            self._is_registered = False
-            facts = {"state": "quarantined" if state is SlotState.QUARANTINED else "dead"}
-            await self._tell_router(self._router.put_replica(self.spec.name, **facts))
+        await self._leave_router("quarantined" if state is SlotState.QUARANTINED else "dead")
         if self._handle is not None:
             self._handle.kill()
             self._handle = None
+
+    async def _leave_router(self, state: str) -> None:
+        self.routed_version = None
+        if self._is_registered:
+            self._is_registered = False
+            await self._tell_router(self._router.put_replica(self.spec.name, state=state))
 
     async def _stop_replica(self) -> None:
         """The polite end, when the slot itself ends."""

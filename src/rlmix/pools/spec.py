@@ -26,7 +26,8 @@ class SlotState(StrEnum):
     RESTARTING = "restarting"
     """Dead or quarantined before; waiting to be started again."""
     QUARANTINED = "quarantined"
-    """Alive and not trusted: it failed an update or the admission gate. It is killed."""
+    """Alive and not trusted: it failed an update or the admission gate, or its pool was put in
+    quarantine (then it is also held, and not started again by itself). It is killed."""
     RETIRED = "retired"
     """Given up: the restart budget is spent, or restarting cannot help."""
     STOPPED = "stopped"
@@ -159,3 +160,5 @@ class ReplicaStatus:
     restarts: int
     since_s: float
     """Seconds in this state."""
+    is_held: bool
+    """Its pool is in quarantine: nothing fills the slot until the pool is released."""

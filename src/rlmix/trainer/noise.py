@@ -20,8 +20,11 @@ from rlmix.core.sample import TrainSample
 from rlmix.trainer.policy import LONG_ATTENTION, SHORT_ATTENTION, SHORT_CONTEXT_TOKENS, Policy
 from rlmix.trainer.spec import AlgoSpec
 
-SAMPLES_PER_STEP = 2
-"""Scored a second time: of 128 samples and without a gradient that is below 1 % of a step."""
+SAMPLES_PER_SECOND_LOOK = 64
+"""One sample of so many is scored again; without a gradient that is about 1 % of a step."""
+
+MAX_SECOND_LOOKS = 8
+"""Of one step: more tokens would not make the mean of many steps much better."""
 
 
 @torch.no_grad()
@@ -39,7 +42,7 @@ def noise_floor(
     Args:
         samples, micro_batches: of the step; `sequences_P` of a micro-batch indexes `samples`.
         facts: of all micro-batches in their order, taken with the weights that `policy` has now.
-        step: chooses the micro-batch, so that all of them have their turn.
+        step: chooses micro-batch and rows, so that all of them have their turn.
     Returns:
         `mismatch/noise_floor_mean_abs`, `..._max_abs` (nats), `..._k3`, `..._tokens`; empty when
         no micro-batch holds two samples, because then there is no second shape.
@@ -51,8 +54,9 @@ def noise_floor(
     batch = micro_batches[number]
     start = sum(before.sampled_P.size for before in micro_batches[:number])
     packed_P = facts.log_ratios_T[start : start + batch.sampled_P.size]
-    last_row = len(batch.session_ids) - 1
-    rows = sorted({round(last_row * i / (SAMPLES_PER_STEP - 1)) for i in range(SAMPLES_PER_STEP)})
+    num_rows = len(batch.session_ids)
+    num_looks = min(max(1, len(samples) // SAMPLES_PER_SECOND_LOOK), MAX_SECOND_LOOKS, num_rows)
+    rows = [(step + look * num_rows // num_looks) % num_rows for look in range(num_looks)]
     differences: list[Tensor] = []
     for row in rows:
         is_row_P = torch.from_numpy(batch.rows_P == row)

@@ -118,6 +118,25 @@ def test_output_to_a_file_is_one_line_per_step_and_new_phase() -> None:
     assert "\x1b" not in console.file.getvalue()
 
 
+ALARM = {"pool_drift/b200": "pool b200 is 34 times as far from the others as usual"}
+
+
+def test_alarms_that_stand_are_in_the_block() -> None:
+    lines = drawn(dataclasses.replace(STATE, alarms=ALARM), 60).splitlines()
+    assert "ALARM pool b200 is 34 times as far from the others as usual" in lines
+
+
+def test_output_to_a_file_names_an_alarm_when_it_is_raised_and_raised_again() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with LiveView(console) as view:
+        later = {"pool_drift/b200": "pool b200 is 40 times as far from the others as usual"}
+        for alarms in ({}, ALARM, later, {}, later):
+            view.update(dataclasses.replace(STATE, alarms=alarms))
+    assert isinstance(console.file, io.StringIO)
+    lines = [line for line in console.file.getvalue().splitlines() if line.startswith("ALARM")]
+    assert [line.split()[4] for line in lines] == ["34", "40"]
+
+
 def test_long_plain_line_is_not_wrapped() -> None:
     console = Console(file=io.StringIO(), width=40)
     LiveView(console).update(STATE)
@@ -236,6 +255,26 @@ def test_closing_table_cuts_no_number_off(width: int) -> None:
     )
     assert row.split()[-6:] == ["1.26k", "152k", "0.505", "1.2e-03", "$0.5603", "$3.69"]
     assert "…" not in row
+
+
+def test_closing_table_lists_alarms_and_pools_in_quarantine() -> None:
+    alarm = {"text": "pool b200 drifts", "since_step": 7, "cleared_step": None}
+    cleared = {"text": "too much is masked", "since_step": 2, "cleared_step": 6}
+    document = {"run": "x", "alarms": [cleared, alarm], "quarantined": ["b200"]}
+
+    def shown(document: dict[str, object]) -> list[str]:
+        console = Console(width=90, record=True, file=io.StringIO())
+        console.print(closing_view(document))
+        return [" ".join(line.split()) for line in console.export_text().splitlines()]
+
+    lines = shown(document)
+    assert "alarms 2, 1 of them to the end" in lines
+    assert "too much is masked, since step 2, cleared at step 6" in lines
+    assert "pool b200 drifts, since step 7, to the end" in lines
+    assert "in quarantine b200" in lines
+    assert "and 1 more in the report" in shown({"run": "x", "alarms": [cleared] * 6})
+    assert "alarms none" in shown({"run": "x", "alarms": []})
+    assert "alarms -" in shown({"run": "x"})
 
 
 def test_closing_table_of_an_early_end_shows_what_is_missing() -> None:

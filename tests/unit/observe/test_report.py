@@ -29,6 +29,9 @@ def metrics_row(step: int) -> dict[str, float | int]:
         "step": step,
         "reward/mean": 0.4 + 0.02 * step,
         "mismatch/k3_kl": 1e-4,
+        "mismatch/mean_abs": 4e-3,
+        "mismatch/noise_floor_mean_abs": 2e-3,
+        "mismatch/noise_floor_k3": 5e-6,
         "correction/masked_frac": 0.01,
         "correction/sc_tail_ratio": 1.02,
         "staleness/mean_versions": 1.0,
@@ -44,6 +47,7 @@ def metrics_row(step: int) -> dict[str, float | int]:
     for number, pool in enumerate(POOLS):
         row[f"reward/by_pool/{pool}"] = 0.4 + 0.02 * step + 0.01 * number
         row[f"mismatch/by_pool/{pool}/k3_kl"] = 1e-4 * (number + 1)
+        row[f"mismatch/by_pool/{pool}/mean_abs"] = 3e-3 * (number + 1)
         row[f"cost/by_pool/{pool}_usd"] = 0.01 * (number + 1)
         row[f"pools/{pool}/replicas"] = 1
     return row
@@ -89,6 +93,10 @@ def finished(tmp_path: Path) -> Path:
         run.write_trajectories(step, [session("b200", Outcome.PASS), session("h100", Outcome.VOID)])
         run.metrics.append(metrics_row(step))
     run.events.append("replica_lost", "h100-0 died with signal 9 <script>", pool="h100")
+    for step, kind in ((2, "alarm_raised"), (4, "alarm_cleared")):
+        facts = {"alarm": "pool_drift", "pool": "b200", "since_step": 1, "step": step}
+        run.events.append(kind, "b200 is far off <script>", action="quarantine", **facts)
+    run.events.append("pool_quarantined", "b200 is far off", pool="b200", step=2)
     run.close("interrupted")
     run = RunDir.open(run.path)
     run.truncate_after(3)
@@ -120,6 +128,30 @@ def test_plot_is_drawn_with_units_on_both_axes(finished: Path, title: str) -> No
     labels = re.findall(r'class="label"[^>]*>([^<]+)<', body)
     assert len(labels) >= 2
     assert "No data" not in body
+
+
+def cells(body: str) -> list[list[str]]:
+    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", body, re.S)
+    return [re.findall(r"<td[^>]*>(.*?)</td>", row, re.S) for row in rows]
+
+
+def test_alarms_are_listed_with_their_steps_and_what_came_of_them(finished: Path) -> None:
+    rows = cells(card((finished / "report.html").read_text(), "Alarms"))
+    told = "b200 is far off &lt;script&gt;"
+    assert ["pool_drift", "b200", "1", "2", "4", "quarantine", told] in rows
+    assert ["2", "pool_quarantined", "b200 is far off"] in rows
+
+
+def test_each_pool_is_shown_beside_the_trainers_own_noise(finished: Path) -> None:
+    page = (finished / "report.html").read_text()
+    rows = {
+        row[0]: row[1:4]
+        for row in cells(card(page, "Mismatch beside the noise of the trainer"))
+        if row
+    }
+    assert rows["all pools"] == ["4.0e-03", "2.0", "1.0e-04"]
+    assert rows["h100"] == ["6.0e-03", "3.0", "2.0e-04"]
+    assert rows["trainer alone"] == ["2.0e-03", "1.0", "5.0e-06"]
 
 
 def test_time_split_holds_wall_time_parts_and_the_rest_only(finished: Path) -> None:

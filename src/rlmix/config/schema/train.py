@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from rlmix.config.schema.alarms import AlarmsConfig
 from rlmix.config.schema.learning import (
     AlgoConfig,
     LoopConfig,
@@ -38,4 +39,5 @@ class TrainConfig:
     numerics: NumericsConfig
     net: NetConfig
     launch: LaunchConfig
+    alarms: AlarmsConfig
     observe: ObserveConfig
