@@ -19,6 +19,7 @@ from rlmix.algos.sequence_masks import (
 )
 from rlmix.algos.sequences import sequence_length, sequence_mean, sequence_min, sequence_sum
 from rlmix.algos.support import Support
+from tests.unit.algos.docs_page import four_tokens
 
 TRAINER = torch.tensor([0.5, 0.25, 0.1, 0.3, 0.3, 0.3], dtype=torch.float64).log()
 SAMPLER = torch.tensor([0.4, 0.25, 0.2, 0.3, 0.1, 0.3], dtype=torch.float64).log()
@@ -156,6 +157,23 @@ def test_a_dropped_sequence_loses_its_centering_term_and_keeps_its_tokens_in_the
     assert whole[gone].abs().max() > 0
     assert torch.equal(dropped[stays], whole[stays])
     assert metrics["correction/veto_frac"] == pytest.approx(0.5)
+
+
+def test_dropping_by_the_sampled_token_gives_up_the_exact_expectation():
+    # sequences of one token; the veto drops D (ratio .11), so a constant A = 1 pushes by
+    # -q_D (s_D - mu) with s_D = e_D - p and mu = q - p, which is -q_D (e_D - q)
+    p, q, _ = four_tokens()
+    z = p.log().expand(4, -1).clone().requires_grad_()
+    logprobs = z.log_softmax(1)
+    loss, _ = policy_loss(
+        logprobs.diagonal(), q.log(), torch.ones(4), torch.ones(4).bool(), importance="none",
+        low=0.5, high=5.0, denominator=1, centering=True,
+        support=Support(logprobs, q.log().expand(4, -1), True), sequences_T=torch.arange(4),
+        sequence_rule=rule(veto=0.2),
+    )  # fmt: skip
+    push = -(q[:, None] * torch.autograd.grad(loss, z)[0]).sum(0)
+    e_d = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    assert push.tolist() == pytest.approx((-q[3] * (e_d - q)).tolist(), abs=1e-12)
 
 
 def test_mean_over_sequences_counts_a_long_and_a_short_one_the_same():
