@@ -78,12 +78,21 @@ class Turn:
     """`stop`, `length` or `abort`, as the engine reported it."""
     cached_tokens: int = 0
     """Prompt tokens that the engine took from its prefix cache."""
+    wire_bytes: int = 0
+    """Size of the engine's answer."""
     command: str = ""
     """The bash command of the turn."""
     exit_code: int | None = None
     """Exit code of the command; None when it was not run."""
     model_s: float = 0.0
     tool_s: float = 0.0
+
+    @property
+    def record_bytes(self) -> int:
+        """Size of what is kept about the sampled tokens: ids, logprobs, sets, heads, experts."""
+        sets = sum(s.num_bytes for s in (self.kept, self.head) if s is not None)
+        experts = 0 if self.experts is None else self.experts.nbytes
+        return 8 * len(self.output_ids) + sets + experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,6 +8,7 @@ import asyncio
 import random
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -96,10 +97,7 @@ class EngineClient:
                         tries += 1
                         continue
                     if status == 200:
-                        if answer_headers.get("Content-Type", "").startswith(GENERATION_TYPE):
-                            return parse_frame(raw, request, answer_headers)
-                        answer = _decode(raw, where=f"{self._base_url}/generate")
-                        return parse_document(answer, request, answer_headers)
+                        return self._generation(raw, request, answer_headers)
                     if status == 409:
                         waiting_for = f"weight version {request.min_version} (409)"
                     elif status == 503:
@@ -113,6 +111,16 @@ class EngineClient:
                 f"engine: {self._base_url}: {request.request_id} got no result within "
                 f"{self._timeout_s:g} s while waiting for {waiting_for}"
             ) from error
+
+    def _generation(
+        self, raw: bytes, request: GenerateRequest, headers: Mapping[str, str]
+    ) -> Generation:
+        if headers.get("Content-Type", "").startswith(GENERATION_TYPE):
+            generation = parse_frame(raw, request, headers)
+        else:
+            document = _decode(raw, where=f"{self._base_url}/generate")
+            generation = parse_document(document, request, headers)
+        return replace(generation, wire_bytes=len(raw))
 
     async def release(self, session_id: str) -> None:
         """Tell the router that a session is over. Never fails: the router also forgets by age."""

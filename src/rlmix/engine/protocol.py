@@ -131,6 +131,8 @@ class Generation:
     whole vocabulary, at the sampling temperature."""
     experts: np.ndarray | None = field(default=None, compare=False)
     """uint8 or int16 [context tokens, layers, top_k]; None when the engine reported none."""
+    wire_bytes: int = 0
+    """Size of the answer."""
     engine_s: float = 0.0
     """Time from arrival to the last token, measured by the engine."""
 

@@ -50,6 +50,13 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/context_tokens": float(sum(t.num_tokens for t in trajectories)),
         "rollout/rehomed_sessions": float(sum(t.rehomed > 0 for t in trajectories)),
     }
+    turns = [turn for t in trajectories for turn in t.turns]
+    if sampled := sum(len(turn.output_ids) for turn in turns):
+        metrics["rollout/record_bytes_per_token"] = (
+            sum(turn.record_bytes for turn in turns) / sampled
+        )
+        metrics["rollout/wire_bytes_per_token"] = sum(turn.wire_bytes for turn in turns) / sampled
+        metrics["rollout/head_turns_frac"] = _mean([float(t.head is not None) for t in turns])
     if not valid:
         return metrics
     metrics["reward/mean"] = _mean([t.reward for t in valid])

@@ -136,6 +136,7 @@ class _Session:
             numerics_key=answer.numerics_key,
             finish_reason=answer.finish_reason,
             cached_tokens=answer.cached_tokens,
+            wire_bytes=answer.wire_bytes,
             command=command or "",
             model_s=model_s,
         )

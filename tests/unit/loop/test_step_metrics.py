@@ -1,7 +1,11 @@
 """What a step says about the sessions it trained on."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 
+from rlmix.core.candidates import Candidates
 from rlmix.core.trajectory import Outcome, StopReason, Trajectory, Turn
 from rlmix.loop.step_metrics import prompt_tokens, serving_pool, tokens_by_pool, trajectory_metrics
 
@@ -58,6 +62,22 @@ def test_a_void_session_is_no_reward_but_its_tokens_count():
     assert metrics["rollout/stop_submitted_frac"] == 1.0
     # Three valid turns, each sent 4 prompt ids and found 3 of them in the cache.
     assert metrics["rollout/cached_tokens_frac"] == pytest.approx(3 / 4)
+
+
+def test_bytes_per_sampled_token_count_everything_that_is_recorded():
+    turn = session([("a100", 2)]).turns[0]
+    kept = Candidates.of([(1, 2, 3), (4,)], [(-1.1, -1.1, -1.1), (0.0,)])
+    watched = dataclasses.replace(
+        turn, kept=kept, head=kept.slice(0, 2), experts=np.zeros((5, 2, 4), np.uint8), wire_bytes=90
+    )
+    # 8 bytes for each id and logprob, 8 for each of 4 slots, 4 for each of 3 offsets, 40 experts.
+    assert turn.record_bytes == 16
+    assert watched.record_bytes == 16 + 2 * (32 + 12) + 40
+    done = dataclasses.replace(session([], reward=1.0), turns=(turn, watched))
+    metrics = trajectory_metrics([done])
+    assert metrics["rollout/record_bytes_per_token"] == (16 + 144) / 4
+    assert metrics["rollout/wire_bytes_per_token"] == 90 / 4
+    assert metrics["rollout/head_turns_frac"] == 0.5
 
 
 def test_a_step_of_voids_has_no_reward_at_all():
