@@ -55,6 +55,7 @@ def test_candidates_from_certain_to_impossible_keep_centering_finite(kind, is_ex
         ([-1.1, -1.1, -1.1], [0.0, -1e6, -INF]),
         ([-INF, -INF, -INF], [-1.1, -1.1, -1.1]),  # nothing left on the trainer's side
         ([-1e4, -1e5, 0.0], [-0.7, -0.7, -40.0]),
+        ([0.0, -3e38, -3e38], [-1.1, -1.1, -1.1]),  # masked with the lowest finite number
     ]
     trainer = torch.tensor([row[0] for row in rows], requires_grad=True)
     sampler = torch.tensor([row[1] for row in rows])
@@ -64,6 +65,7 @@ def test_candidates_from_certain_to_impossible_keep_centering_finite(kind, is_ex
         kind=kind, support=Support(trainer, sampler, is_exact),
     )  # fmt: skip
     assert_finite(loss, metrics, own, trainer)
+    assert abs(loss.item()) < 1e5  # a loss of 1e38 would swallow all others of its batch
 
 
 @pytest.mark.parametrize("kind", CENTERED)
