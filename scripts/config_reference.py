@@ -50,6 +50,7 @@ def described() -> dict[str, str]:
         "weights.": "weights/folder.yaml",
         "pools.*.": "pool/embedded.yaml",
         "accelerators.*.": "accelerators/public.yaml",
+        "inventory.": "inventory/qwen36_mixed.yaml",
         "router.": "router/shortest_delay.yaml",
         "launch.": "launch/local.yaml",
         "alarms.": "alarms/default.yaml",
@@ -69,15 +70,22 @@ def table() -> str:
     values = asdict(load_config().config)
     lines = ["| key | default | meaning |", "| --- | --- | --- |"]
     for pattern, text in described().items():
-        value: Any = values
-        above = ""
-        for name in pattern.split("."):
-            value = value[SAMPLE_ENTRY[above] if name == "*" else name]
-            above = name
+        value = value_of(values, pattern)
         shown = {None: "null", True: "true", False: "false"}.get(value) if is_word(value) else value
         key = pattern.replace("*", "NAME")
         lines.append(f"| `{key}` | `{shown}` | {text.replace('|', '/')} |")
     return "\n".join(lines) + "\n"
+
+
+def value_of(values: Any, pattern: str) -> Any:
+    """Value at a key pattern; a dash inside a mapping that is empty by default."""
+    above = ""
+    for name in pattern.split("."):
+        if name == "*" and not values:
+            return "-"
+        values = values[SAMPLE_ENTRY[above] if name == "*" else name]
+        above = name
+    return values
 
 
 def is_word(value: Any) -> bool:

@@ -8,11 +8,10 @@ Run it after a change that is meant to alter a plan, and read the difference bef
 import json
 from pathlib import Path
 
+from rlmix.cli.train import compared, facts_of
 from rlmix.config.compose import load_config
 from rlmix.config.places import conf_dir
-from rlmix.model.bundle import resolve_model
 from rlmix.plan.build import build_plan
-from rlmix.plan.model_shape import shape_from_config
 
 GOLDENS = Path(__file__).parents[1] / "tests" / "unit" / "plan" / "goldens"
 
@@ -27,9 +26,7 @@ def golden_texts() -> dict[str, str]:
 def plan_text(overrides: list[str]) -> str:
     """A plan as sorted JSON with the interpreter's path taken out."""
     config = load_config("train", overrides).config
-    model_config = json.loads((resolve_model(config.model.path) / "config.json").read_text())
-    shape = shape_from_config(config.model.path, model_config)
-    plan = build_plan(config, shape=shape, python="python")
+    plan = compared(build_plan(config, facts=facts_of(config), python="python"), config, None)
     return json.dumps(plan.to_dict(), indent=1, sort_keys=True) + "\n"
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from rlmix.config.schema.train import TrainConfig
+    from rlmix.plan.model_facts import ModelFacts
     from rlmix.plan.runplan import RunPlan
 
 Show = Annotated[
@@ -62,11 +63,13 @@ def train(
     config = load_config("train", given, extra_dir=conf_dir).config
     if cfg == "config":
         return _show_config(config)
-    plan = plan_of(config)
     if cfg == "plan":
         from rlmix.cli.plan_view import plan_view
 
+        plan = compared(plan_of(config), config, conf_dir)
         return Answer(document=plan.to_dict(), view=lambda: plan_view(plan))
+    refuse_what_cannot_run(config)
+    plan = plan_of(config)
     from rlmix.loop.train import run_training
 
     summary = run_training(
@@ -91,18 +94,67 @@ def plan_of(config: "TrainConfig") -> "RunPlan":
     """The plan of a checked configuration, for this interpreter.
 
     Raises:
-        ConfigError: `model.path` names no usable model folder.
-        PlanError: sizes of the model cannot be read from its config.json.
+        ConfigError: `model.path` names no usable model.
+        PlanError: sizes of the model cannot be read from its config.json, or something cannot be
+            placed or run as asked.
     """
+    from rlmix.plan.build import build_plan
+
+    return build_plan(config, facts=facts_of(config), python=sys.executable)
+
+
+def facts_of(config: "TrainConfig") -> "ModelFacts":
+    """Sizes of the policy: those that ship with rlmix for known model ids, else those of the
+    folder's config.json. A plan of real servers needs no other file of the folder."""
     import json
 
     from rlmix.model.bundle import resolve_model
-    from rlmix.plan.build import build_plan
-    from rlmix.plan.model_shape import shape_from_config
+    from rlmix.plan.model_facts import BUNDLED, bundled_facts, facts_from_config
 
-    path = resolve_model(config.model.path) / "config.json"
-    shape = shape_from_config(config.model.path, json.loads(path.read_text()))
-    return build_plan(config, shape=shape, python=sys.executable)
+    name = config.model.path
+    if name in BUNDLED:
+        return bundled_facts(name)
+    path = Path(name).expanduser() / "config.json"
+    is_planned_only = all(pool.engine == "sglang" for pool in config.pools.values())
+    if not (is_planned_only and path.is_file()):
+        path = resolve_model(name) / "config.json"
+    return facts_from_config(name, json.loads(path.read_text()))
+
+
+def compared(plan: "RunPlan", config: "TrainConfig", conf_dir: Path | None) -> "RunPlan":
+    """The plan with that of `plan.against` beside it.
+
+    Raises:
+        ConfigError, PlanError: the other experiment is not there, or cannot be planned.
+    """
+    from dataclasses import replace
+
+    from rlmix.config.compose import load_config
+    from rlmix.plan.comparison import compare
+
+    experiment = config.plan.against
+    if experiment is None:
+        return plan
+    prices = [
+        f"accelerators.{name}.usd_per_hour={chip.usd_per_hour}"
+        for name, chip in config.accelerators.items()
+        if chip.usd_per_hour is not None
+    ]
+    other = load_config("train", [f"experiment={experiment}", *prices], extra_dir=conf_dir).config
+    return replace(plan, against=compare(plan, plan_of(other), experiment=experiment))
+
+
+def refuse_what_cannot_run(config: "TrainConfig") -> None:
+    """Everything of a configuration that this version can plan but not start.
+
+    Raises:
+        ConfigError: there is any.
+    """
+    from rlmix.config.not_yet import cannot_run_yet
+    from rlmix.config.problems import as_error
+
+    if problems := list(cannot_run_yet(config)):
+        raise as_error(problems)
 
 
 def _overrides_of(resume: str, given: list[str], conf_dir: Path | None) -> list[str]:

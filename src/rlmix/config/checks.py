@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 from rlmix.config import names
 from rlmix.config.problems import Problem, did_you_mean, shown
+from rlmix.config.schema.pools import PoolConfig
 from rlmix.config.schema.train import TrainConfig
 
 
@@ -35,33 +36,51 @@ def _check_pools(config: TrainConfig) -> Iterator[Problem]:
                 what="the name of a pool becomes part of file and metric names",
                 allowed="use letters, digits, '_' and '-'",
             )
-        if pool.accelerator not in config.accelerators:
+        yield from _check_accelerator(f"pools.{name}.accelerator", pool.accelerator, config)
+        if pool.engine == "embedded":
+            yield from _check_embedded(name, pool, config)
+
+
+def _check_embedded(name: str, pool: PoolConfig, config: TrainConfig) -> Iterator[Problem]:
+    """What the embedded engine's command line does not take, in this one place."""
+    if pool.accelerator in config.accelerators and pool.accelerator not in names.EMULATED:
+        yield Problem(
+            where=f"pools.{name}.accelerator",
+            what=f"got {shown(pool.accelerator)}, which the embedded engine does not emulate",
+            allowed=f"it emulates {', '.join(names.EMULATED)}",
+        )
+    taken = {"activations": names.EMBEDDED_ACTIVATIONS, "attention": names.EMBEDDED_ATTENTIONS}
+    for key, known in taken.items():
+        if (value := getattr(pool, key)) not in known:
             yield Problem(
-                where=f"pools.{name}.accelerator",
-                what=f"got {shown(pool.accelerator)}",
-                allowed=f"accelerators has {', '.join(config.accelerators)}",
-                hint=did_you_mean(pool.accelerator, config.accelerators),
+                where=f"pools.{name}.{key}",
+                what=f"got {shown(value)}, which the embedded engine does not reproduce",
+                allowed=f"it takes {', '.join(known)}",
             )
-        elif pool.engine == "embedded" and pool.accelerator not in names.EMULATED:
-            yield Problem(
-                where=f"pools.{name}.accelerator",
-                what=f"got {shown(pool.accelerator)}, which the embedded engine does not emulate",
-                allowed=f"it emulates {', '.join(names.EMULATED)}",
-            )
-        if pool.engine == "embedded" and pool.tp > 1:
-            yield Problem(
-                where=f"pools.{name}.tp",
-                what=f"got {pool.tp}, and an embedded replica is one process",
-                allowed="use 1",
-                hint=f"for more throughput raise pools.{name}.replicas",
-            )
-        if pool.engine == "embedded" and pool.engine_args:
-            yield Problem(
-                where=f"pools.{name}.engine_args",
-                what=f"got {', '.join(map(str, pool.engine_args))}, and the embedded engine takes "
-                "no further arguments",
-                hint="remove them",
-            )
+    if pool.tp > 1:
+        yield Problem(
+            where=f"pools.{name}.tp",
+            what=f"got {pool.tp}, and an embedded replica is one process",
+            allowed="use 1",
+            hint=f"for more throughput raise pools.{name}.replicas",
+        )
+    if pool.engine_args:
+        yield Problem(
+            where=f"pools.{name}.engine_args",
+            what=f"got {', '.join(map(str, pool.engine_args))}, and the embedded engine takes "
+            "no further arguments",
+            hint="remove them",
+        )
+
+
+def _check_accelerator(where: str, name: str, config: TrainConfig) -> Iterator[Problem]:
+    if name not in config.accelerators:
+        yield Problem(
+            where=where,
+            what=f"got {shown(name)}",
+            allowed=f"accelerators has {', '.join(config.accelerators)}",
+            hint=did_you_mean(name, config.accelerators),
+        )
 
 
 def _check_sampling(config: TrainConfig) -> Iterator[Problem]:
@@ -164,11 +183,14 @@ def _check_sessions(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _check_trainer(config: TrainConfig) -> Iterator[Problem]:
-    if config.trainer.ranks > 1:
-        yield Problem(
-            where=f"trainer.ranks={config.trainer.ranks}",
-            what="several trainer ranks arrive with the distributed trainer; this version trains "
-            "on one",
+    if config.trainer.device != "cpu":
+        yield from _check_accelerator("trainer.device", config.trainer.device, config)
+
+
+def _check_inventory(config: TrainConfig) -> Iterator[Problem]:
+    for name, node in config.inventory.nodes.items():
+        yield from _check_accelerator(
+            f"inventory.nodes.{name}.accelerator", node.accelerator, config
         )
 
 
@@ -208,6 +230,7 @@ CHECKS: Sequence[Callable[[TrainConfig], Iterator[Problem]]] = (
     _check_loop,
     _check_sessions,
     _check_trainer,
+    _check_inventory,
     _check_alarms,
     _check_sinks,
 )

@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
+from rlmix.config.accelerators import quoted_accelerator, use_known_accelerators
 from rlmix.config.checks import check_train
 from rlmix.config.keys import Key, UnknownKey, described, lookup
 from rlmix.config.overrides import (
@@ -72,7 +73,7 @@ def load_config(
     groups = _groups([conf_dir(), *extra])
     problems: list[Problem] = []
     sound: list[Override] = []
-    for text in overrides:
+    for text in map(quoted_accelerator, overrides):
         parsed = _parse(text)
         if isinstance(parsed, Problem):
             problems.append(parsed)
@@ -91,6 +92,7 @@ def load_config(
         if not missing:
             config = OmegaConf.to_object(composed.node)
             assert isinstance(config, TrainConfig)
+            use_known_accelerators(config)
             problems += check_train(config)
             if not problems:
                 return LoadedConfig(config=config, choices=composed.choices)

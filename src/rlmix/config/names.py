@@ -1,16 +1,19 @@
-"""The names that YAML values may have, and those that this version does not serve yet.
+"""The names that YAML values may have.
 
 Rooms keep their own registries; a test holds these lists equal to them. They are repeated here
 because a check must not import torch to know that `fp9` is not a format.
 """
 
-from collections.abc import Mapping
-
 FORMATS = ("bf16", "fp8", "nvfp4")
 """Weight formats, and the weight views of the same names."""
-ACTIVATION_FORMATS = ("bf16", "fp32")
+ACTIVATION_FORMATS = ("bf16", "fp8", "nvfp4", "fp32")
+EMBEDDED_ACTIVATIONS = ("bf16", "fp32")
+"""Those that the embedded engine's command line takes."""
 KV_FORMATS = ("bf16", "fp8", "fp32")
-ATTENTIONS = ("trtllm_mha", "fa3", "fa4", "flashinfer", "triton", "torch_native")
+ATTENTIONS = ("trtllm_mha", "fa3", "fa4", "flashinfer", "triton", "torch_native", "ascend")
+EMBEDDED_ATTENTIONS = ("trtllm_mha", "fa3", "fa4", "flashinfer", "triton", "torch_native")
+LINEAR_ATTENTIONS = ("none", "triton", "flashinfer", "ascend")
+STATE_FORMATS = ("none", "fp32", "bf16", "fp16")
 EMULATED = ("b300", "b200", "h200", "h100", "a100", "rtx_pro_6000")
 """Accelerators whose kernels the embedded engine stands in for."""
 IMPORTANCE_KINDS = ("mis", "tis", "none", "ppo", "cispo", "gspo", "seq_tis")
@@ -21,14 +24,16 @@ AVERAGES = ("tokens", "sequences")
 BASELINES = ("mean", "leave_one_out")
 SCALES = ("none", "std")
 OPTIMIZERS = ("adamw", "sgd")
-ENGINES = ("embedded",)
+ENGINES = ("embedded", "sglang")
 TASK_SOURCES = ("generated",)
+PLANNED_SOURCES = ("mimo",)
+"""Sources that a plan can be made for before their readers are there."""
 SANDBOX_BACKENDS = ("namespaces", "unisolated")
 ROUTER_POLICIES = ("shortest_delay", "least_sessions")
 ROUTER_SPEEDS = ("prior", "observed")
 PAUSE_MODES = ("in_place", "retract", "abort")
 LAUNCH_BACKENDS = ("local",)
-CONSISTENCIES = ("native",)
+CONSISTENCIES = ("native", "exact")
 
 ALARMS = (
     "tail_ratio",
@@ -45,15 +50,3 @@ POOL_ALARMS = ("pool_drift", "pool_masked", "pool_k3")
 """Alarms about one pool: only they can quarantine."""
 ALARM_ACTIONS = ("event", "quarantine", "stop")
 LAST_POOL = ("continue", "stop")
-
-NOT_YET: Mapping[str, Mapping[str, str]] = {
-    "pools.*.engine": {
-        "sglang": "real SGLang servers arrive with the SGLang adapter; this version serves "
-        "every pool with embedded"
-    },
-    "numerics.consistency": {
-        "exact": "operators that accumulate in one order on both sides arrive with the "
-        "consistent operators; this version computes natively and corrects the difference"
-    },
-}
-"""Key pattern -> name -> the sentence a user gets instead of a run."""

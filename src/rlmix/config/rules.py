@@ -79,7 +79,7 @@ RULES: dict[str, Rule] = {
     "run.dir": TEXT,
     "run.seed": at_least(0),
     "model.path": TEXT,
-    "tasks.source": one_of(names.TASK_SOURCES),
+    "tasks.source": one_of(names.TASK_SOURCES + names.PLANNED_SOURCES),
     "tasks.limit": or_null(at_least(1)),
     "tasks.seed": at_least(0),
     "sandbox.backend": one_of(names.SANDBOX_BACKENDS),
@@ -119,6 +119,7 @@ RULES: dict[str, Rule] = {
     "loop.eval_tasks": at_least(0),
     "loop.checkpoint_every": at_least(1),
     "trainer.ranks": at_least(1),
+    "trainer.device": TEXT,
     "trainer.lr": above(0),
     "trainer.optimizer": one_of(names.OPTIMIZERS),
     "trainer.beta1": within(0, 1, high_open=True),
@@ -139,9 +140,12 @@ RULES: dict[str, Rule] = {
     "pools.*.activations": one_of(names.ACTIVATION_FORMATS),
     "pools.*.kv": one_of(names.KV_FORMATS),
     "pools.*.attention": one_of(names.ATTENTIONS),
+    "pools.*.linear_attention": one_of(names.LINEAR_ATTENTIONS),
+    "pools.*.state": one_of(names.STATE_FORMATS),
     "pools.*.moe": TEXT,
     "pools.*.tp": at_least(1),
     "pools.*.max_running": at_least(1),
+    "pools.*.memory_frac": within(0, 1, low_open=True, high_open=True),
     "pools.*.canary_tolerance_nats": above(0),
     "pools.*.usd_per_hour": or_null(at_least(0)),
     "accelerators.*.memory_gb": above(0),
@@ -149,9 +153,16 @@ RULES: dict[str, Rule] = {
     "accelerators.*.bf16_tflops": above(0),
     "accelerators.*.fp8_tflops": or_null(above(0)),
     "accelerators.*.nvfp4_tflops": or_null(above(0)),
-    "accelerators.*.compute_capability": VERSION,
+    "accelerators.*.compute_capability": or_null(VERSION),
+    "accelerators.*.link": TEXT,
     "accelerators.*.ray_label": TEXT,
-    "accelerators.*.usd_per_hour": at_least(0),
+    "accelerators.*.usd_per_hour": or_null(at_least(0)),
+    "accelerators.*.price_source": TEXT,
+    "inventory.nodes.*.accelerator": TEXT,
+    "inventory.nodes.*.gpus": at_least(1),
+    "inventory.nodes.*.count": at_least(1),
+    "inventory.nodes.*.usd_per_hour": or_null(at_least(0)),
+    "plan.against": or_null(FILE_NAME),
     "router.policy": one_of(names.ROUTER_POLICIES),
     "router.speeds": one_of(names.ROUTER_SPEEDS),
     "router.queue_timeout_s": above(0),
@@ -199,9 +210,6 @@ def check_value(pattern: str, where: str, value: Any) -> Iterator[Problem]:
     """
     rule = RULES.get(pattern)
     if rule is None or rule.accepts(value):
-        return
-    if sentence := names.NOT_YET.get(pattern, {}).get(str(value)):
-        yield Problem(where=f"{where}={value}", what=sentence)
         return
     hint = did_you_mean(value, rule.known) if isinstance(value, str) else ""
     yield Problem(where=where, what=f"got {shown(value)}", allowed=rule.allowed, hint=hint)

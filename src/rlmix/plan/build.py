@@ -1,15 +1,29 @@
-"""Turns a checked configuration into a RunPlan. Pure: no file, no device, no clock."""
+"""Turns a checked configuration into a RunPlan. Pure: no device, no clock, no network."""
 
-from rlmix.config.schema.pools import PoolConfig
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rlmix.config.schema.pools import AcceleratorConfig, PoolConfig
 from rlmix.config.schema.train import TrainConfig
-from rlmix.plan.model_shape import QWEN36_35B_A3B, ModelShape
-from rlmix.plan.runplan import PoolPlan, RouterPlan, RunPlan, TrainerPlan, WorkerPlan
-from rlmix.plan.speed import modelled_speed
+from rlmix.plan.accelerators import architecture
+from rlmix.plan.fit import pool_budget
+from rlmix.plan.memory import CONTEXTS_TOKENS
+from rlmix.plan.model_facts import ELEMENT_BYTES, REFERENCE, ModelFacts, bundled_facts
+from rlmix.plan.placement import Placement, mean_price, place
+from rlmix.plan.profiles import sglang_launch
+from rlmix.plan.refusals import judged, pool_faults, refuse
+from rlmix.plan.runplan import PoolPlan, RouterPlan, RunPlan, WorkerPlan
+from rlmix.plan.speed import Numbers, modelled_speed
+from rlmix.plan.trainer import plan_trainer, trainer_faults
 from rlmix.plan.warnings import plan_warnings
 
 REFERENCE_CONTEXT_TOKENS = 8192
 REFERENCE_MAX_BATCH = 256
-"""Load under which accelerators are compared: a coding session of medium length."""
+"""Load under which emulated accelerators are compared: a coding session of medium length."""
+
+FLEET_CONTEXT_TOKENS = 32_768
+"""Context at which the tokens of a real fleet are counted: the middle of a long coding session."""
 
 EMULATED_SPEED = 1.0
 """Embedded replicas all run on the same CPU, whatever they stand for, so none is expected to be
@@ -21,23 +35,38 @@ TOKEN_VARIABLE = "RLMIX_TOKEN"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 """Many small processes share the cores; two threads each make small matrices 100 times slower."""
 
-TRAINER_BYTES_PER_PARAM = {"adamw": 2 + 4 + 4 + 8, "sgd": 2 + 4 + 4}
-"""BF16 weights, float32 master and gradient, two float32 moments."""
 
-
-def build_plan(config: TrainConfig, *, shape: ModelShape, python: str) -> RunPlan:
+def build_plan(config: TrainConfig, *, facts: ModelFacts, python: str) -> RunPlan:
     """Every process of the run.
 
     Args:
         config: has passed all checks.
-        shape: sizes of the policy.
+        facts: sizes of the policy.
         python: interpreter of the child processes.
+    Raises:
+        PlanError: lists everything that cannot be placed or run as asked.
     """
-    pools = {
-        name: _pool(name, pool, config, shape=shape, python=python)
-        for name, pool in config.pools.items()
-    }
-    trainer = _trainer(config, shape)
+    real = {name: pool for name, pool in config.pools.items() if pool.engine == "sglang"}
+    placement = place(config)
+    trainer = plan_trainer(
+        config,
+        facts,
+        views=tuple(sorted({pool.weights for pool in config.pools.values()})),
+        placement=placement,
+    )
+    faults = [
+        line for name, pool in real.items() for line in pool_faults(name, pool, config, facts)
+    ]
+    refuse([*faults, *placement.problems, *trainer_faults(config, trainer)])
+    pools: dict[str, PoolPlan] = {}
+    for name, pool in config.pools.items():
+        if name in real:
+            pools[name] = _real(name, pool, config, facts=facts, python=python, placement=placement)
+        else:
+            pools[name] = _embedded(name, pool, config, facts=facts, python=python)
+    pools = _with_speeds(pools)
+    tokens_per_s = _sum_or_none([pool.tokens_per_s for pool in pools.values()])
+    pools_usd = sum(pool.usd_per_hour for pool in pools.values())
     return RunPlan(
         pools=pools,
         trainer=trainer,
@@ -47,51 +76,157 @@ def build_plan(config: TrainConfig, *, shape: ModelShape, python: str) -> RunPla
             concurrency=config.session.concurrency,
             sandbox=config.sandbox.backend,
         ),
-        usd_per_hour=sum(pool.usd_per_hour for pool in pools.values()) + trainer.usd_per_hour,
-        warnings=tuple(plan_warnings(config, pools)),
+        usd_per_hour=pools_usd + trainer.usd_per_hour,
+        tokens_per_s=tokens_per_s,
+        usd_per_mtok=pools_usd / 3600 / tokens_per_s * 1e6 if tokens_per_s else None,
+        unused=placement.unused,
+        against=None,
+        warnings=tuple(plan_warnings(config, pools, facts)),
     )
 
 
-def _pool(
-    name: str, pool: PoolConfig, config: TrainConfig, *, shape: ModelShape, python: str
+def _embedded(
+    name: str, pool: PoolConfig, config: TrainConfig, *, facts: ModelFacts, python: str
 ) -> PoolPlan:
-    accelerator = config.accelerators[pool.accelerator]
-    price = accelerator.usd_per_hour if pool.usd_per_hour is None else pool.usd_per_hour
+    chip = config.accelerators[pool.accelerator]
+    price, source = _price(pool, chip, (), {})
     context_tokens = config.session.max_context_tokens
-    held = shape.weight_bytes(pool.weights)
-    held += pool.max_running * shape.request_bytes(pool.kv, context_tokens)
-    return PoolPlan(
-        accelerator=pool.accelerator,
-        engine=pool.engine,
-        is_emulated=True,
-        weights=pool.weights,
-        activations=pool.activations,
-        kv=pool.kv,
-        attention=pool.attention,
-        moe=pool.moe,
+    held = facts.weight_bytes(pool.weights, nvfp4_all=True)
+    held += pool.max_running * context_tokens * facts.kv_elements * ELEMENT_BYTES[pool.kv]
+    modelled = modelled_speed(
+        bundled_facts(REFERENCE),
+        chip,
+        Numbers(
+            weights=pool.weights,
+            activations=pool.activations,
+            kv=pool.kv,
+            state="bf16",
+        ),
         tp=pool.tp,
-        replicas=pool.replicas,
-        gpus=pool.replicas * pool.tp,
+        memory_frac=pool.memory_frac,
+        context_tokens=REFERENCE_CONTEXT_TOKENS,
+        max_batch=REFERENCE_MAX_BATCH,
+        usd_per_hour=price,
+    )
+    return PoolPlan(
+        **_shared(pool, chip, price, source),
+        is_emulated=True,
         argv=_embedded_argv(name, pool, config, python),
         env=dict(ONE_THREAD),
-        usd_per_hour=pool.replicas * pool.tp * price,
-        usd_per_replica_hour=pool.tp * price,
         memory_gib=held / 2**30,
-        concurrency=pool.replicas * pool.max_running,
-        max_running=pool.max_running,
+        budget=None,
+        nodes=(),
+        tokens_per_s=None,
         speed=EMULATED_SPEED,
-        canary_tolerance_nats=pool.canary_tolerance_nats,
-        modelled=modelled_speed(
-            QWEN36_35B_A3B,
-            accelerator,
-            weights=pool.weights,
-            kv=pool.kv,
-            tp=pool.tp,
-            context_tokens=REFERENCE_CONTEXT_TOKENS,
-            max_batch=REFERENCE_MAX_BATCH,
-            usd_per_hour=price,
-        ),
+        modelled=modelled,
+        by_context=(),
+        evidence=(),
     )
+
+
+def _real(
+    name: str,
+    pool: PoolConfig,
+    config: TrainConfig,
+    *,
+    facts: ModelFacts,
+    python: str,
+    placement: Placement,
+) -> PoolPlan:
+    chip = config.accelerators[pool.accelerator]
+    nodes = placement.pools.get(name, ())
+    price, source = _price(pool, chip, nodes, placement.usd_per_hour)
+    launch = sglang_launch(pool, config, facts, architecture=architecture(chip), python=python)
+    budget = pool_budget(pool, chip, facts)
+    longest = config.session.max_context_tokens
+    contexts = sorted({min(context, longest) for context in CONTEXTS_TOKENS})
+    fleet_context = min(FLEET_CONTEXT_TOKENS, longest)
+    speeds = {
+        context: modelled_speed(
+            facts,
+            chip,
+            Numbers(
+                weights=pool.weights,
+                activations=pool.activations,
+                kv=pool.kv,
+                state=pool.state if facts.is_hybrid else "bf16",
+            ),
+            tp=pool.tp,
+            memory_frac=pool.memory_frac,
+            context_tokens=context,
+            max_batch=pool.max_running,
+            usd_per_hour=price,
+        )
+        for context in contexts
+    }
+    modelled = speeds[fleet_context]
+    return PoolPlan(
+        **_shared(pool, chip, price, source),
+        is_emulated=False,
+        argv=launch.argv,
+        env=launch.env,
+        memory_gib=budget.share_gib,
+        budget=budget,
+        nodes=nodes,
+        tokens_per_s=pool.replicas * modelled.tokens_per_s if modelled else None,
+        speed=modelled.tokens_per_s if modelled else EMULATED_SPEED,
+        modelled=modelled,
+        by_context=tuple(speed for speed in speeds.values() if speed is not None),
+        evidence=tuple(row.source for row in judged(pool, config, facts).evidence),
+    )
+
+
+def _shared(pool: PoolConfig, chip: AcceleratorConfig, price: float, source: str) -> dict[str, Any]:
+    """Fields that follow from the pool's keys, whatever serves it."""
+    return {
+        "accelerator": pool.accelerator,
+        "engine": pool.engine,
+        "weights": pool.weights,
+        "activations": pool.activations,
+        "kv": pool.kv,
+        "attention": pool.attention,
+        "linear_attention": pool.linear_attention,
+        "state": pool.state,
+        "moe": pool.moe,
+        "tp": pool.tp,
+        "replicas": pool.replicas,
+        "gpus": pool.replicas * pool.tp,
+        "usd_per_hour": pool.replicas * pool.tp * price,
+        "usd_per_replica_hour": pool.tp * price,
+        "ray_label": chip.ray_label,
+        "price_source": source,
+        "concurrency": pool.replicas * pool.max_running,
+        "max_running": pool.max_running,
+        "canary_tolerance_nats": pool.canary_tolerance_nats,
+    }
+
+
+def _price(
+    pool: PoolConfig, chip: AcceleratorConfig, nodes: tuple[str, ...], prices: dict[str, float]
+) -> tuple[float, str]:
+    """Of one accelerator, and where that is from. Unknown prices of emulated chips count as 0;
+    those of real ones were refused before."""
+    if pool.usd_per_hour is not None:
+        return pool.usd_per_hour, "the pool's own usd_per_hour"
+    price = mean_price(nodes, prices, chip.usd_per_hour) or 0.0
+    return price, "inventory.nodes" if prices.keys() & set(nodes) else chip.price_source
+
+
+def _with_speeds(pools: dict[str, PoolPlan]) -> dict[str, PoolPlan]:
+    """Speeds relative to the fastest pool, which gets 1."""
+    real = [pool.speed for pool in pools.values() if not pool.is_emulated]
+    if not real:
+        return pools
+    best = max(real)
+    return {
+        name: pool if pool.is_emulated else replace(pool, speed=pool.speed / best)
+        for name, pool in pools.items()
+    }
+
+
+def _sum_or_none(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if values and len(known) == len(values) else None
 
 
 def _embedded_argv(
@@ -137,22 +272,5 @@ def _router(config: TrainConfig, python: str) -> RouterPlan:
     )
 
 
-def _trainer(config: TrainConfig, shape: ModelShape) -> TrainerPlan:
-    trainer = config.trainer
-    return TrainerPlan(
-        ranks=trainer.ranks,
-        device="cpu",
-        compute="bf16, float32 master weights",
-        optimizer=trainer.optimizer,
-        lr=trainer.lr,
-        micro_batch_tokens=trainer.micro_batch_tokens,
-        threads=trainer.threads,
-        views=tuple(sorted({pool.weights for pool in config.pools.values()})),
-        gpus=0,
-        memory_gib=shape.params * TRAINER_BYTES_PER_PARAM[trainer.optimizer] / 2**30,
-        usd_per_hour=0.0,
-    )
-
-
-def _flags(arguments: dict[str, object]) -> list[str]:
+def _flags(arguments: Mapping[str, object]) -> list[str]:
     return [part for name, value in arguments.items() for part in (f"--{name}", str(value))]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rlmix.plan.memory import MemoryBudget
 from rlmix.plan.speed import ModelledSpeed
 
 
@@ -36,6 +37,8 @@ class PoolPlan:
     activations: str
     kv: str
     attention: str
+    linear_attention: str
+    state: str
     moe: str
     tp: int
     replicas: int
@@ -48,7 +51,16 @@ class PoolPlan:
     """Of the whole pool, at the planned replicas."""
     usd_per_replica_hour: float
     memory_gib: float
-    """What weights and a full cache take on one replica's accelerators."""
+    """What weights and caches take on one replica's accelerators: the whole share for SGLang, a
+    full cache of `max_running` requests for the embedded engine."""
+    budget: MemoryBudget | None
+    """How that divides; None for emulated pools, which hold a small model on a CPU."""
+    nodes: tuple[str, ...]
+    """Machine of each replica; empty without an inventory, when Ray finds them by label."""
+    ray_label: str
+    price_source: str
+    tokens_per_s: float | None
+    """Of the whole pool, modelled with the run's own model; None for emulated pools."""
     concurrency: int
     """Requests that the whole pool works on at a time."""
     max_running: int
@@ -58,7 +70,12 @@ class PoolPlan:
     other pools."""
     canary_tolerance_nats: float
     modelled: ModelledSpeed | None
-    """What the accelerator should do with the reference model; None when that does not fit."""
+    """What one replica should do: with the run's model, or with the reference model where the
+    pool is emulated; None when that does not fit."""
+    by_context: tuple[ModelledSpeed, ...]
+    """The same at several lengths of context; empty for emulated pools."""
+    evidence: tuple[str, ...]
+    """Where this combination is known to work, from the capability matrix."""
 
     def replica(self, pool: str, index: int) -> ReplicaPlan:
         """The plan of replica `index` (from 0) of this pool, which is called `pool`."""
@@ -82,7 +99,12 @@ class TrainerPlan:
     """Weight views that it publishes, one for each format that a pool has."""
     gpus: int
     memory_gib: float
-    """Weights in BF16, master weights, gradients and optimizer state, without activations."""
+    """Weights in BF16, master weights, gradients and optimizer state of all ranks together,
+    without activations."""
+    rank_gib: float
+    """The same for one rank, with the activations of a micro-batch."""
+    nodes: tuple[str, ...]
+    """Machine of each rank; empty without an inventory."""
     usd_per_hour: float
 
 
@@ -104,6 +126,24 @@ class WorkerPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """This plan beside that of another experiment. Modelled."""
+
+    experiment: str
+    usd_per_hour: float
+    """Of the other plan."""
+    pools_usd_per_hour: dict[str, float]
+    """Pool of the other plan -> its price."""
+    tokens_per_s: float | None
+    usd_per_mtok: float | None
+    """Of its pools, the trainer left out."""
+    saved_frac: float
+    """Share of the other plan's price that this one saves; negative when it costs more."""
+    pool_cost_frac: dict[str, float]
+    """Pool of this plan -> price of its tokens over that of the other plan's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
     pools: dict[str, PoolPlan]
     trainer: TrainerPlan
@@ -111,6 +151,13 @@ class RunPlan:
     workers: WorkerPlan
     usd_per_hour: float
     """All pools and the trainer. Modelled wherever accelerators are emulated."""
+    tokens_per_s: float | None
+    """Of all pools together, modelled; None when any is emulated."""
+    usd_per_mtok: float | None
+    """Price of a million sampled tokens, pools only."""
+    unused: dict[str, int]
+    """Machine of the inventory -> accelerators that nothing stands on."""
+    against: Comparison | None
     warnings: tuple[str, ...]
 
     @property
@@ -133,19 +180,30 @@ class RunPlan:
     @staticmethod
     def from_dict(document: Mapping[str, Any]) -> "RunPlan":
         """The plan that `to_dict` (or its JSON) came from."""
-        pools = {}
-        for name, values in document["pools"].items():
-            modelled = values["modelled"]
-            speed = ModelledSpeed(**modelled) if modelled else None
-            pools[name] = _read(PoolPlan, {**values, "modelled": speed})
+        against = document["against"]
         return RunPlan(
-            pools=pools,
+            pools={name: _pool(values) for name, values in document["pools"].items()},
             trainer=_read(TrainerPlan, document["trainer"]),
             router=_read(RouterPlan, document["router"]),
             workers=_read(WorkerPlan, document["workers"]),
             usd_per_hour=document["usd_per_hour"],
+            tokens_per_s=document["tokens_per_s"],
+            usd_per_mtok=document["usd_per_mtok"],
+            unused=dict(document["unused"]),
+            against=Comparison(**against) if against else None,
             warnings=tuple(document["warnings"]),
         )
+
+
+def _pool(values: Mapping[str, Any]) -> PoolPlan:
+    modelled, budget = values["modelled"], values["budget"]
+    nested = {
+        "modelled": ModelledSpeed(**modelled) if modelled else None,
+        "by_context": [ModelledSpeed(**speed) for speed in values["by_context"]],
+        "budget": MemoryBudget(**budget) if budget else None,
+    }
+    plan: PoolPlan = _read(PoolPlan, {**values, **nested})
+    return plan
 
 
 def _read(kind: Any, values: Mapping[str, Any]) -> Any:

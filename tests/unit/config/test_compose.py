@@ -166,11 +166,18 @@ def test_the_likely_key_is_found_among_siblings_and_in_other_sections(
         ("loop.steps", "write KEY=VALUE"),
         ("run.name=a=b", "quote the value once more"),
         ("loop={steps: 3}", "loop is a section, not a value"),
-        ("pools={}", "pools is chosen by the name of a file; files: six, two"),
-        ("pools=[two]", "pools is chosen by the name of a file; files: six, two"),
+        (
+            "pools={}",
+            "is chosen by the name of a file; files: b200_bf16, b200_nvfp4, qwen36_mixed, six, two",
+        ),
+        (
+            "pools=[two]",
+            "is chosen by the name of a file; files: b200_bf16, b200_nvfp4, qwen36_mixed, six, two",
+        ),
         (
             "experiment=tinny",
-            "no file 'tinny' in group experiment; files: tiny; did you mean tiny?",
+            "no file 'tinny' in group experiment; files: qwen36_b200, qwen36_b200_nvfp4, "
+            "qwen36_mixed, tiny; did you mean tiny?",
         ),
         ("experiment=null", "leave this argument out"),
         ("polls@pools.x=embedded_bf16", "no group 'polls'"),
@@ -210,7 +217,8 @@ def test_folder_of_own_yaml_adds_accelerators_and_experiments(tmp_path: Path) ->
     (tmp_path / "accelerators" / "mine.yaml").write_text(
         "defaults: [public, _self_]\n"
         "l40s: {memory_gb: 48, bandwidth_tb_s: 0.86, bf16_tflops: 362, fp8_tflops: 733,\n"
-        "  nvfp4_tflops: null, compute_capability: '8.9', ray_label: L40S, usd_per_hour: 1}\n"
+        "  nvfp4_tflops: null, compute_capability: '8.9', link: PCIe 4, ray_label: L40S,\n"
+        "  usd_per_hour: 1, price_source: mine}\n"
     )
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "cheap.yaml").write_text(

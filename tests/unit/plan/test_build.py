@@ -10,19 +10,19 @@ from rlmix.config.compose import load_config
 from rlmix.core.errors import PlanError
 from rlmix.model.bundle import resolve_model
 from rlmix.plan.build import build_plan
-from rlmix.plan.model_shape import ModelShape, shape_from_config
+from rlmix.plan.model_facts import ModelFacts, facts_from_config
 from rlmix.plan.runplan import RunPlan
 
 
 @functools.cache
-def tiny_shape() -> ModelShape:
+def tiny_facts() -> ModelFacts:
     config = json.loads((resolve_model("bundled:tiny") / "config.json").read_text())
-    return shape_from_config("bundled:tiny", config)
+    return facts_from_config("bundled:tiny", config)
 
 
 def plan(*overrides: str) -> RunPlan:
     return build_plan(
-        load_config("train", overrides).config, shape=tiny_shape(), python="/opt/python"
+        load_config("train", overrides).config, facts=tiny_facts(), python="/opt/python"
     )
 
 
@@ -93,14 +93,14 @@ def test_the_shape_counts_the_parameters_that_the_model_file_holds() -> None:
     data = (resolve_model("bundled:tiny") / "model.safetensors").read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-    assert tiny_shape().params == sum(math.prod(entry["shape"]) for entry in tensors)
+    assert tiny_facts().params == sum(math.prod(entry["shape"]) for entry in tensors)
 
 
 def test_memory_is_weights_and_a_full_cache() -> None:
     # BF16 weights; 24 requests x 512 tokens x 384 elements of 1 byte.
     pool = plan("session.max_context_tokens=512", "pools.a100.max_running=24").pools["a100"]
-    assert tiny_shape().kv_elements == 384
-    assert pool.memory_gib * 2**30 == 2 * tiny_shape().params + 24 * 512 * 384
+    assert tiny_facts().kv_elements == 384
+    assert pool.memory_gib * 2**30 == 2 * tiny_facts().params + 24 * 512 * 384
 
 
 def test_a_plan_survives_json() -> None:
@@ -132,9 +132,12 @@ def test_formats_that_a_chip_only_stores_are_said() -> None:
     assert "b200: b200 has no" not in said
 
 
-def test_fp8_cache_on_ampere_is_said_and_bf16_is_not() -> None:
-    assert "a100: an fp8 KV cache works here only because it is emulated" in warnings_of()
-    assert "an fp8 KV cache" not in warnings_of("pools.a100.kv=bf16")
+def test_an_fp8_cache_that_the_real_chip_refuses_is_said_when_it_is_emulated() -> None:
+    said = warnings_of("pools.a100.attention=triton")
+    assert "a100: kv=fp8 with attention=triton works here only because it is emulated" in said
+    assert "issues/38291" in said
+    assert "only because it is emulated" not in warnings_of()
+    assert "because it is" not in warnings_of("pools.a100.attention=triton", "pools.a100.kv=bf16")
 
 
 def test_more_sessions_than_the_pools_can_work_on_is_said() -> None:
@@ -160,4 +163,4 @@ def test_more_than_the_accelerators_memory_is_said() -> None:
 
 def test_a_model_of_unknown_shape_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match=r"model.path=my/model.*num_hidden_layers"):
-        shape_from_config("my/model", {"hidden_size": 8})
+        facts_from_config("my/model", {"hidden_size": 8})

@@ -57,6 +57,8 @@ class AlgoConfig:
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
     ranks: int
+    device: str
+    """`cpu`, or a key of `accelerators`: one for each rank."""
     lr: float
     optimizer: str
     beta1: float

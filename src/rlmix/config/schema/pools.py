@@ -1,4 +1,4 @@
-"""Pools of samplers, and the accelerators they stand on."""
+"""Pools of samplers, the accelerators they stand on, and the machines that have them."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,18 +9,23 @@ class AcceleratorConfig:
     """Facts about one kind of accelerator. Dense figures, no sparsity."""
 
     memory_gb: float
-    """Memory that a process can use, 1e9 bytes."""
+    """Memory that the driver reports, 1e9 bytes."""
     bandwidth_tb_s: float
     """Memory bandwidth, 1e12 bytes a second."""
     bf16_tflops: float
     fp8_tflops: float | None
     """None: the tensor cores do not compute in this format."""
     nvfp4_tflops: float | None
-    compute_capability: str
+    compute_capability: str | None
+    """None: not a CUDA device."""
+    link: str
+    """How accelerators of one machine are connected."""
     ray_label: str
     """Value of Ray's node label `ray.io/accelerator-type`."""
-    usd_per_hour: float
-    """Price of one accelerator."""
+    usd_per_hour: float | None
+    """Price of one accelerator; None where no public price is known."""
+    price_source: str
+    """Where the price is from, and of when."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,15 +39,22 @@ class PoolConfig:
     weights: str
     """Format of the weights, which is also the weight view that the pool reads."""
     activations: str
+    """Format in which products are taken."""
     kv: str
     attention: str
     """Attention kernel of the engine."""
+    linear_attention: str
+    """Kernel of recurrent layers."""
+    state: str
+    """Format of the recurrent state."""
     moe: str
     """MoE kernel of the engine."""
     tp: int
     """Accelerators of one replica."""
     max_running: int
     """Requests that one replica works on at a time."""
+    memory_frac: float
+    """Share of an accelerator's memory for weights and caches."""
     canary_tolerance_nats: float
     """Largest mean absolute difference between a new replica's logprobs and the trainer's that
     the pool's formats explain; above it the replica is not admitted."""
@@ -50,3 +62,28 @@ class PoolConfig:
     """Price of one accelerator of this pool; None takes that of `accelerators`."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the engine, without dashes."""
+
+
+@dataclass(kw_only=True, slots=True)
+class NodeConfig:
+    """Machines of one kind."""
+
+    accelerator: str
+    """A key of `accelerators`."""
+    gpus: int
+    """Accelerators of one machine."""
+    count: int
+    usd_per_hour: float | None
+    """Price of one accelerator on these machines; None takes that of `accelerators`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class InventoryConfig:
+    nodes: dict[str, NodeConfig] = field(default_factory=dict)
+    """Empty: as many machines as the pools ask for."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PlanConfig:
+    against: str | None
+    """Experiment whose plan this one is compared with."""

@@ -10,7 +10,12 @@ from rlmix.config.schema.learning import (
     TrainerConfig,
     WeightsConfig,
 )
-from rlmix.config.schema.pools import AcceleratorConfig, PoolConfig
+from rlmix.config.schema.pools import (
+    AcceleratorConfig,
+    InventoryConfig,
+    PlanConfig,
+    PoolConfig,
+)
 from rlmix.config.schema.run import (
     LaunchConfig,
     ModelConfig,
@@ -35,6 +40,8 @@ class TrainConfig:
     weights: WeightsConfig
     pools: dict[str, PoolConfig] = field(default_factory=dict)
     accelerators: dict[str, AcceleratorConfig] = field(default_factory=dict)
+    inventory: InventoryConfig
+    plan: PlanConfig
     router: RouterConfig
     numerics: NumericsConfig
     net: NetConfig

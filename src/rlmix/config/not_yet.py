@@ -1,0 +1,46 @@
+"""What can be planned and not yet be run, each answered with one sentence.
+
+`--cfg plan` shows such a configuration whole; starting it is refused before anything starts. An
+entry leaves this file together with the change that makes it run.
+"""
+
+from collections.abc import Iterator
+
+from rlmix.config import names
+from rlmix.config.problems import Problem
+from rlmix.config.schema.train import TrainConfig
+
+
+def cannot_run_yet(config: TrainConfig) -> Iterator[Problem]:
+    """Every choice of a sound configuration that only a plan can serve."""
+    real = [name for name, pool in config.pools.items() if pool.engine == "sglang"]
+    if real:
+        yield Problem(
+            where=f"pools.{real[0]}.engine=sglang",
+            what=f"real SGLang servers ({', '.join(real)}) arrive with the SGLang adapter; this "
+            "version plans them with --cfg plan and serves pools with embedded",
+        )
+    if config.tasks.source in names.PLANNED_SOURCES:
+        yield Problem(
+            where=f"tasks.source={config.tasks.source}",
+            what="these tasks arrive with the readers of public task sets; this version plans "
+            "them with --cfg plan and trains on generated",
+        )
+    if config.numerics.consistency == "exact":
+        yield Problem(
+            where="numerics.consistency=exact",
+            what="operators that accumulate in one order on both sides arrive with the consistent "
+            "operators; this version computes natively and corrects the difference",
+        )
+    if config.trainer.ranks > 1:
+        yield Problem(
+            where=f"trainer.ranks={config.trainer.ranks}",
+            what="several trainer ranks arrive with the distributed trainer; this version trains "
+            "on one",
+        )
+    if config.trainer.device != "cpu":
+        yield Problem(
+            where=f"trainer.device={config.trainer.device}",
+            what="a trainer on accelerators arrives with the distributed trainer; this version "
+            "trains on this machine's CPU",
+        )

@@ -1,0 +1,79 @@
+"""Everything that makes a configuration impossible to place, told at once.
+
+Pure. Each line says where, on which chip, why, and what works.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from rlmix.config.schema.pools import PoolConfig
+from rlmix.config.schema.train import TrainConfig
+from rlmix.core.errors import PlanError
+from rlmix.plan.accelerators import architecture
+from rlmix.plan.capabilities import Combination, Judgement, judge, refusal_text
+from rlmix.plan.fit import fit_faults
+from rlmix.plan.matrix import ROWS
+from rlmix.plan.model_facts import ModelFacts
+from rlmix.plan.profiles import argument_faults
+
+
+def refuse(lines: Sequence[str]) -> None:
+    """Raise one error for all lines, without repeats.
+
+    Raises:
+        PlanError: there is any.
+    """
+    told = list(dict.fromkeys(lines))
+    if len(told) == 1:
+        raise PlanError(told[0])
+    if told:
+        raise PlanError("\n".join([f"{len(told)} problems", *(f"  {line}" for line in told)]))
+
+
+def combination(
+    pool: PoolConfig, config: TrainConfig, facts: ModelFacts, *, consistency: str | None = None
+) -> Combination:
+    """The pool as the matrix sees it."""
+    return Combination(
+        accelerator=pool.accelerator,
+        architecture=architecture(config.accelerators[pool.accelerator]),
+        weights=pool.weights,
+        activations=pool.activations,
+        kv=pool.kv,
+        attention=pool.attention,
+        linear_attention=pool.linear_attention,
+        state=pool.state,
+        moe=pool.moe,
+        consistency=consistency or config.numerics.consistency,
+        routing_replay="true" if config.algo.routing_replay else "false",
+        is_moe=facts.is_moe,
+        is_hybrid=facts.is_hybrid,
+    )
+
+
+def judged(pool: PoolConfig, config: TrainConfig, facts: ModelFacts) -> Judgement:
+    return judge(combination(pool, config, facts), ROWS)
+
+
+def pool_faults(
+    name: str, pool: PoolConfig, config: TrainConfig, facts: ModelFacts
+) -> Iterator[str]:
+    """Why a pool of real servers cannot run."""
+    chip = config.accelerators[pool.accelerator]
+    seen = combination(pool, config, facts)
+    for row in judge(seen, ROWS).refusals:
+        yield refusal_text(name, seen, row)
+    yield from argument_faults(name, pool)
+    context_tokens = config.session.max_context_tokens
+    if pool.kv != "fp32" and (not facts.is_hybrid or pool.state != "none"):
+        yield from fit_faults(name, pool, chip, facts, context_tokens=context_tokens)
+    if facts.max_context_tokens is not None and context_tokens > facts.max_context_tokens:
+        yield (
+            f"session.max_context_tokens: got {context_tokens}, but {facts.name} was made for "
+            f"{facts.max_context_tokens}; set session.max_context_tokens="
+            f"{facts.max_context_tokens}"
+        )
+    if chip.usd_per_hour is None and pool.usd_per_hour is None:
+        yield (
+            f"pools.{name}.usd_per_hour: no public price of {pool.accelerator} is known; set "
+            f"accelerators.{pool.accelerator}.usd_per_hour=PRICE"
+        )

@@ -1,0 +1,67 @@
+"""What the trainer holds and costs. Computed, never measured."""
+
+from rlmix.config.schema.train import TrainConfig
+from rlmix.plan.memory import GIB
+from rlmix.plan.model_facts import ModelFacts
+from rlmix.plan.placement import Placement, mean_price
+from rlmix.plan.runplan import TrainerPlan
+
+BYTES_PER_PARAM = {"adamw": 2 + 4 + 4 + 8, "sgd": 2 + 4 + 4}
+"""BF16 weights, float32 master and gradient, two float32 moments."""
+LAYER_WORKSPACE = 24
+"""Widths of BF16 activations per token that are alive inside one recomputed layer: queries, keys,
+values, gates, and the copies that top-k experts take."""
+
+
+def plan_trainer(
+    config: TrainConfig, facts: ModelFacts, *, views: tuple[str, ...], placement: Placement
+) -> TrainerPlan:
+    """Ranks, memory and price of the trainer."""
+    trainer = config.trainer
+    states = facts.params * BYTES_PER_PARAM[trainer.optimizer]
+    tokens = trainer.micro_batch_tokens
+    activations = 2.0 * tokens * facts.hidden * (facts.layers + LAYER_WORKSPACE)
+    gpus, price = 0, 0.0
+    if trainer.device != "cpu":
+        gpus = trainer.ranks
+        listed = config.accelerators[trainer.device].usd_per_hour
+        price = mean_price(placement.trainer, placement.usd_per_hour, listed) or 0.0
+    return TrainerPlan(
+        ranks=trainer.ranks,
+        device=trainer.device,
+        compute="bf16, float32 master weights",
+        optimizer=trainer.optimizer,
+        lr=trainer.lr,
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        threads=trainer.threads,
+        views=views,
+        gpus=gpus,
+        memory_gib=states / GIB,
+        rank_gib=(states / trainer.ranks + activations) / GIB,
+        nodes=placement.trainer,
+        usd_per_hour=gpus * price,
+    )
+
+
+def trainer_faults(config: TrainConfig, plan: TrainerPlan) -> list[str]:
+    """Why the trainer cannot hold its share, with what can."""
+    if plan.device == "cpu":
+        return []
+    chip = config.accelerators[plan.device]
+    faults = []
+    if chip.usd_per_hour is None:
+        faults.append(_no_price(f"accelerators.{plan.device}"))
+    if plan.rank_gib * GIB > chip.memory_gb * 1e9:
+        share = plan.memory_gib / plan.ranks
+        more = "; raise trainer.ranks" if share > plan.rank_gib / 2 else ""
+        faults.append(
+            f"trainer.ranks: got {plan.ranks} on {plan.device}: {share:.0f} GiB of "
+            f"weights and optimizer and {plan.rank_gib - share:.0f} GiB of activations for "
+            f"trainer.micro_batch_tokens={plan.micro_batch_tokens} are more than "
+            f"{chip.memory_gb:g} GB; lower the tokens (and session.max_context_tokens){more}"
+        )
+    return faults
+
+
+def _no_price(where: str) -> str:
+    return f"{where}.usd_per_hour: no public price is known; set {where}.usd_per_hour=PRICE"

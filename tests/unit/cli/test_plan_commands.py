@@ -1,0 +1,80 @@
+"""`--cfg plan` of the reference run as a user calls it: fast, offline, everything told at once."""
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_the_reference_run_is_planned_within_seconds_and_without_files(
+    rlmix: Run, tmp_path: Path
+) -> None:
+    started_s = time.monotonic()
+    done = rlmix("train", "experiment=qwen36_mixed", "--cfg", "plan")
+    wall_s = time.monotonic() - started_s
+    assert done.returncode == 0, done.stderr
+    assert "392.56 USD per hour; nothing was started." in done.stdout
+    assert "pools 232.56 on 64 accelerators, trainer 160.00 on 32" in done.stdout
+    assert "against qwen36_b200: 370.00 USD per hour (pools: b200 210.00)" in done.stdout
+    assert done.stdout.count("-m sglang.launch_server --model-path {model_path}") == 8
+    assert list(tmp_path.iterdir()) == []
+    # 1.6 s on an idle machine, promised in 5; the limit leaves room for a busy one.
+    assert wall_s < 15
+
+
+def test_the_plan_document_compares_in_all_and_by_pool(rlmix: Run) -> None:
+    done = rlmix("train", "experiment=qwen36_mixed", "--cfg", "plan", "--json")
+    plan = json.loads(done.stdout)
+    assert plan["against"]["experiment"] == "qwen36_b200"
+    assert set(plan["against"]["pool_cost_frac"]) == set(plan["pools"])
+    assert plan["pools"]["a100"]["env"]["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+    assert plan["pools"]["a100"]["budget"]["requests"]["262144"] > 0
+    assert plan["warnings"]
+
+
+def test_what_cannot_run_exits_with_two_and_names_every_problem(rlmix: Run) -> None:
+    done = rlmix(
+        "train",
+        "experiment=qwen36_mixed",
+        "pools.a100.attention=triton",
+        "pools.rtx_pro_6000.attention=trtllm_mha",
+        "pools.h100_bf16.tp=1",
+        "pools.h200_fp8.tp=8",
+        "--cfg",
+        "plan",
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: 4 problems\n")
+    assert len(done.stderr.splitlines()) == 5
+    assert "Traceback" not in done.stderr
+
+
+def test_a_planned_run_is_not_started(rlmix: Run, tmp_path: Path) -> None:
+    done = rlmix("train", "experiment=qwen36_b200")
+    assert done.returncode == 2
+    assert "pools.b200.engine=sglang: real SGLang servers (b200) arrive" in done.stderr
+    assert "tasks.source=mimo" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_reads_the_config_of_a_model_folder_and_nothing_else(
+    rlmix: Run, tmp_path: Path
+) -> None:
+    folder = tmp_path / "dense"
+    folder.mkdir()
+    config = {
+        "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 262144,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    done = rlmix(
+        "train", "experiment=qwen36_b200", f"model.path={folder}", "--cfg", "plan", "--json"
+    )
+    pool = json.loads(done.stdout)["pools"]["b200"]
+    # 8.2 B parameters in BF16.
+    assert 15 < pool["budget"]["weights_gib"] < 16
+    assert not any("moe" in word or "mamba" in word for word in pool["argv"])

@@ -1,0 +1,25 @@
+"""What a plan shows and a run refuses, each with one sentence."""
+
+from rlmix.config.compose import load_config
+from rlmix.config.not_yet import cannot_run_yet
+
+
+def refused(*overrides: str) -> list[str]:
+    return [str(problem) for problem in cannot_run_yet(load_config("train", overrides).config)]
+
+
+def test_the_default_run_and_the_small_one_can_start() -> None:
+    assert refused() == []
+    assert refused("experiment=tiny") == []
+
+
+def test_everything_that_only_a_plan_serves_is_told_at_once() -> None:
+    lines = refused("experiment=qwen36_b200", "numerics.consistency=exact")
+    assert [line.split(":")[0] for line in lines] == [
+        "pools.b200.engine=sglang",
+        "tasks.source=mimo",
+        "numerics.consistency=exact",
+        "trainer.ranks=32",
+        "trainer.device=b200",
+    ]
+    assert all("arrive" in line and "this version" in line for line in lines)
