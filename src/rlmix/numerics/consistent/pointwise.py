@@ -1,0 +1,151 @@
+"""Operators that look at one row at a time: norm, rotation, gate.
+
+Only IEEE operations and `exp`, which torch computes with one routine at every place of a tensor;
+its `silu` does not (the last elements of a tensor go through another). Sums run over a row of fixed
+width. So no row depends on another. Values are rounded once, at the end.
+"""
+
+# R rows, D width of a row, P positions, H half of a head
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlmix.numerics.consistent.contract import rounded
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        inverse = _inverse_rms(x, eps)
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        normed = x * inverse
+        grad = grads[0]
+        grad_weight = (grad * normed).sum(tuple(range(grad.ndim - weight.ndim)))
+        grad_normed = grad * weight
+        along = (grad_normed * normed).sum(-1, keepdim=True).div_(x.shape[-1])
+        return grad_normed.sub_(normed.mul_(along)).mul_(inverse), grad_weight, None
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    return (x * x).sum(-1, keepdim=True).div_(x.shape[-1]).add_(eps).sqrt_().reciprocal_()
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, *, eps: float, round_to: torch.dtype | None = None
+) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, rounded once, after the weight.
+
+    Args:
+        x: float32 or bfloat16 [..., D], contiguous along D.
+        weight: [D], or [heads, D] for x of [..., heads, D].
+        round_to: as in `linear`.
+    """
+    values, scale = x.float(), weight.float()
+    if torch.is_grad_enabled() and (values.requires_grad or scale.requires_grad):
+        normed = _RmsNorm.apply(values, scale, eps)
+    else:
+        normed = (values * _inverse_rms(values, eps)).mul_(scale)
+    return rounded(normed, round_to).to(x.dtype)
+
+
+def rope_table(num_positions: int, *, head_dim: int, theta: float) -> Tensor:
+    """Cosines and sines of every position, float32 [2, P, H], computed in float64 and rounded.
+
+    Built once and shared by everybody who rotates; always on the CPU, because another device's
+    cosine has other bits.
+    """
+    exponents_H = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    positions_P = torch.arange(num_positions, dtype=torch.float64)
+    angles_PH = positions_P[:, None] / theta**exponents_H
+    return torch.stack((angles_PH.cos(), angles_PH.sin())).float()
+
+
+def _turn(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    turned = torch.empty_like(x)
+    torch.mul(first, cosines, out=turned[..., :half]).sub_(second * sines)
+    torch.mul(second, cosines, out=turned[..., half:]).add_(first * sines)
+    return turned
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        ctx.save_for_backward(cosines, sines)
+        return _turn(x, cosines, sines)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cosines, sines = ctx.saved_tensors
+        return _turn(grads[0].contiguous(), cosines, -sines), None, None
+
+
+def rope(x_RhD: Tensor, rotations_2RH: Tensor, *, round_to: torch.dtype | None = None) -> Tensor:
+    """Rotates channel i with channel i + D/2, each of two products and one sum, none fused.
+
+    Args:
+        x_RhD: float32 or bfloat16 [rows, heads, D].
+        rotations_2RH: float32, the table's columns of the rows' positions (`table[:, positions]`).
+        round_to: as in `linear`.
+    """
+    cosines, sines = rotations_2RH[0][:, None], rotations_2RH[1][:, None]
+    values = x_RhD.float()
+    if torch.is_grad_enabled() and values.requires_grad:
+        turned = _Rope.apply(values, cosines, sines)
+    else:
+        turned = _turn(values, cosines, sines)
+    return rounded(turned, round_to).to(x_RhD.dtype)
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return _silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        share = _one_plus_exp_minus(gate).reciprocal_()
+        out = torch.empty_like(gate_up)
+        grad_gate, grad_up = out.chunk(2, dim=-1)
+        torch.mul(gate, share, out=grad_up)
+        # silu' = share * (1 + gate - gate * share)
+        torch.sub(gate, grad_up, out=grad_gate)
+        grad_gate.add_(1.0).mul_(share).mul_(up).mul_(grads[0])
+        grad_up.mul_(grads[0])
+        return out
+
+
+def _one_plus_exp_minus(gate: Tensor) -> Tensor:
+    return gate.neg().exp_().add_(1.0)
+
+
+def _silu(gate: Tensor) -> Tensor:
+    return gate / _one_plus_exp_minus(gate)
+
+
+def swiglu(gate_up: Tensor, *, round_to: torch.dtype | None = None) -> Tensor:
+    """silu(gate) * up, rounded once, after the product.
+
+    Args:
+        gate_up: float32 or bfloat16 [..., 2 * I], gates before ups.
+        round_to: as in `linear`.
+    """
+    values = gate_up.float()
+    if torch.is_grad_enabled() and values.requires_grad:
+        product = _SwiGlu.apply(values)
+    else:
+        gate, up = values.chunk(2, dim=-1)
+        product = _silu(gate).mul_(up)
+    return rounded(product, round_to).to(gate_up.dtype)

@@ -1,0 +1,165 @@
+"""Does this machine keep what the operators rely on? Asked before anything is called exact.
+
+Elementwise operations keep their promises everywhere; matrix products and row sums are only known
+to treat equal rows equally because somebody looked. This looks: at the shapes of the model in
+question, with the threads of this process, in well under a second.
+"""
+
+# M rows, K inputs, N outputs
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlmix.numerics.consistent.attention import attend, plan_attention
+from rlmix.numerics.consistent.contract import TREE_LEAVES, Tiling, min_rows
+from rlmix.numerics.consistent.head import VOCAB_TILE
+from rlmix.numerics.consistent.linear import linear, row_parallel_linear
+
+REFERENCE_ROWS = 96
+EXTRA_ROWS = (1, 2, 3, 4, 5, 7, 11, 12, 17, 19, 27, 33, 95)
+"""Numbers of rows that met another kernel in some library or with some number of threads."""
+
+MAX_OUTPUTS = 2 * VOCAB_TILE
+"""Wider products are looked at up to here; the head is multiplied in tiles anyway."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelfCheck:
+    """What was found; `failures` is empty when the premise holds."""
+
+    failures: tuple[str, ...]
+    num_comparisons: int
+    seconds: float
+    isa: str
+    blas: str
+    threads: int
+
+    @property
+    def is_exact(self) -> bool:
+        return not self.failures
+
+
+def self_check(
+    *,
+    linear_shapes: Sequence[tuple[int, int]],
+    row_parallel_shapes: Sequence[tuple[int, int]],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    tiling: Tiling,
+) -> SelfCheck:
+    """Compare few rows with many, bit for bit.
+
+    Args:
+        linear_shapes: (inputs, outputs) of every product of the model.
+        row_parallel_shapes: the same for products cut into TREE_LEAVES.
+    """
+    started_s = time.perf_counter()
+    generator = torch.Generator().manual_seed(0)
+    checks: list[tuple[str, bool]] = []
+    with torch.inference_mode():
+        for inputs, outputs in dict.fromkeys(linear_shapes):
+            checks += _check_linear(inputs, outputs, generator)
+        for inputs, outputs in dict.fromkeys(row_parallel_shapes):
+            checks += _check_tree(inputs, outputs, generator)
+        checks += _check_attention(num_heads, num_kv_heads, head_dim, tiling, generator)
+        checks += _check_exp(generator)
+    failures = tuple(name for name, holds in checks if not holds)
+    return SelfCheck(
+        failures=failures,
+        num_comparisons=len(checks),
+        seconds=time.perf_counter() - started_s,
+        isa=torch.backends.cpu.get_cpu_capability(),
+        blas="mkl" if torch.backends.mkl.is_available() else "other",
+        threads=torch.get_num_threads(),
+    )
+
+
+def _random(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+def _check_linear(inputs: int, outputs: int, generator: torch.Generator) -> list[tuple[str, bool]]:
+    outputs = min(outputs, MAX_OUTPUTS)
+    x, weight = _random(generator, REFERENCE_ROWS, inputs), _random(generator, outputs, inputs)
+    whole = linear(x, weight)
+    checks = [
+        (
+            f"linear {inputs}x{outputs}: {rows} rows differ from {REFERENCE_ROWS}",
+            torch.equal(linear(x[-rows:], weight), whole[-rows:]),
+        )
+        for rows in EXTRA_ROWS
+    ]
+    few = x[: min_rows()]
+    batched = torch.bmm(few[None].expand(3, -1, -1), weight.t()[None].expand(3, -1, -1))
+    name = f"linear {inputs}x{outputs}: a batched product differs"
+    checks.append((name, torch.equal(batched[2], whole[: min_rows()])))
+    half = F.linear(x, weight[: outputs // 2])
+    name = f"linear {inputs}x{outputs}: half of the outputs differ"
+    checks.append((name, torch.equal(half, whole[:, : outputs // 2])))
+    return checks
+
+
+def _check_tree(inputs: int, outputs: int, generator: torch.Generator) -> list[tuple[str, bool]]:
+    x, weight = _random(generator, REFERENCE_ROWS, inputs), _random(generator, outputs, inputs)
+    whole = row_parallel_linear(x, weight, leaves=TREE_LEAVES)
+    checks = [
+        (
+            f"row-parallel {inputs}x{outputs}: {rows} rows differ from {REFERENCE_ROWS}",
+            torch.equal(row_parallel_linear(x[:rows], weight, leaves=TREE_LEAVES), whole[:rows]),
+        )
+        for rows in EXTRA_ROWS
+    ]
+    middle = inputs // 2
+    left, right = (
+        row_parallel_linear(x[:, span].contiguous(), weight[:, span].contiguous(), leaves=2)
+        for span in (slice(0, middle), slice(middle, None))
+    )
+    name = f"row-parallel {inputs}x{outputs}: two processes differ from one"
+    return [*checks, (name, torch.equal(left + right, whole))]
+
+
+def _check_attention(
+    num_heads: int, num_kv_heads: int, head_dim: int, tiling: Tiling, generator: torch.Generator
+) -> list[tuple[str, bool]]:
+    length = tiling.kv_tile + tiling.query_tile + 3
+    groups = num_heads // num_kv_heads
+    queries = _random(generator, 1, length, num_heads, head_dim)
+    keys = _random(generator, 1, num_kv_heads, tiling.padded(length), head_dim)
+    values = _random(generator, 1, num_kv_heads, tiling.padded(length), head_dim)
+
+    def rows(first: int, last: int, tiling: Tiling = tiling) -> Tensor:
+        positions = torch.arange(first, last)[None]
+        plan = plan_attention(positions, groups=groups, tiling=tiling)
+        return attend(queries[:, first:last], keys, values, plan)
+
+    # All queries in one tile need every key tile whole; alone, a query meets the trims.
+    whole = rows(0, length, replace(tiling, query_tile=length))
+    edges = {0, 1, length - 1, tiling.kv_tile - 1, tiling.kv_tile, *tiling.trims}
+    edges |= {trim - 1 for trim in tiling.trims}
+    checks = [
+        (
+            f"attention: position {at} decoded alone differs from the whole sequence",
+            torch.equal(rows(at, at + 1), whole[:, at : at + 1]),
+        )
+        for at in sorted(edges)
+    ]
+    checks.append(("attention: tiles of queries differ", torch.equal(rows(0, length), whole)))
+    for first, last in ((5, 5 + min_rows() + 1), (tiling.kv_tile - 7, length)):
+        name = f"attention: the chunk {first}:{last} differs from the whole sequence"
+        checks.append((name, torch.equal(rows(first, last), whole[:, first:last])))
+    return checks
+
+
+def _check_exp(generator: torch.Generator) -> list[tuple[str, bool]]:
+    values = _random(generator, 512)
+    whole = values.exp()
+    return [
+        (f"exp: {count} numbers differ from 512", torch.equal(values[:count].exp(), whole[:count]))
+        for count in EXTRA_ROWS
+    ]
