@@ -66,6 +66,9 @@ class TokenLogprobs:
     """float32 [P], detached; of the whole vocabulary, not of the kept set."""
     routing: RoutingTally | None
     """What was replayed; None when the policy was not loaded to replay routes."""
+    head: Support | None
+    """Detached, [H, K] full-vocabulary logprobs of the tokens `MicroBatch.head_tokens_H`; None
+    when the micro-batch recorded no head beside its kept sets."""
 
 
 class Policy:
@@ -163,18 +166,20 @@ class Policy:
         sampled_P = torch.from_numpy(batch.sampled_P)
         with torch.no_grad():
             entropy_P = entropy(logits_PV)
+            head = _recorded_head(logits_PV, batch)
         if batch.kept_ids_PK is None or batch.kept_logprobs_PK is None:
-            return TokenLogprobs(full_logprobs(logits_PV, sampled_P), None, entropy_P, routing)
+            full_P = full_logprobs(logits_PV, sampled_P)
+            return TokenLogprobs(full_P, None, entropy_P, routing, head)
         kept_ids_PK = torch.from_numpy(batch.kept_ids_PK)
         sampler_PK = torch.from_numpy(batch.kept_logprobs_PK)
         kept_PK = kept_mask(sampler_PK)
         if batch.kept_exact and not replay:
-            return TokenLogprobs(full_logprobs(logits_PV, sampled_P), None, entropy_P, routing)
+            full_P = full_logprobs(logits_PV, sampled_P)
+            return TokenLogprobs(full_P, None, entropy_P, routing, head)
         gather = replayed_logprobs if batch.kept_exact else head_logprobs
         trainer_P, trainer_PK = gather(logits_PV, sampled_P, kept_ids_PK, kept_PK)
-        return TokenLogprobs(
-            trainer_P, Support(trainer_PK, sampler_PK, batch.kept_exact), entropy_P, routing
-        )
+        support = Support(trainer_PK, sampler_PK, batch.kept_exact)
+        return TokenLogprobs(trainer_P, support, entropy_P, routing, head)
 
     def _replayed_hidden(self, batch: MicroBatch) -> tuple[Tensor, RoutingTally | None]:
         """[B, T, H] last hidden states, through the recorded experts where there is a record."""
@@ -215,3 +220,18 @@ class Policy:
                 f"trainer: the head of {type(self.model).__name__} is not a plain matrix (logits "
                 f"differ by {gap:.3g}, allowed {allowed:.3g}); this model class is not supported"
             )
+
+
+def _recorded_head(logits_PV: Tensor, batch: MicroBatch) -> Support | None:
+    """Both sides' full-vocabulary logprobs of the heads beside kept sets."""
+    if batch.head_tokens_H is None or batch.head_ids_HK is None or batch.head_logprobs_HK is None:
+        return None
+    sampler_HK = torch.from_numpy(batch.head_logprobs_HK)
+    tokens_H = torch.from_numpy(batch.head_tokens_H)
+    _, trainer_HK = head_logprobs(
+        logits_PV[tokens_H],
+        torch.from_numpy(batch.sampled_P)[tokens_H],
+        torch.from_numpy(batch.head_ids_HK),
+        kept_mask(sampler_HK),
+    )
+    return Support(trainer_HK, sampler_HK, is_exact=False)

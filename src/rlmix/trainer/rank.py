@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from rlmix.algos.corrections import CENTERED_KINDS, check_bounds
-from rlmix.algos.metrics import step_metrics
+from rlmix.algos.metrics import head_metrics, step_metrics
 from rlmix.algos.support import full_logprobs
 from rlmix.batch.packing import MicroBatch, pack_samples, pool_names_of, split_by_budget
 from rlmix.core.errors import TrainerError
@@ -143,6 +143,7 @@ class TrainerRank:
             metrics |= step_metrics(
                 result.facts, pool_names=pool_names, pool_views=self._spec.pool_views
             )
+            metrics |= head_metrics(result.heads, pool_names=pool_names)
             noise_started_s = time.perf_counter()
             metrics |= noise_floor(
                 policy, samples, micro_batches, result.facts, self._spec.algo, step=step

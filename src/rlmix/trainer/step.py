@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlmix.algos.corrections import CENTERED_KINDS
 from rlmix.algos.losses import TokenTerms, token_terms
-from rlmix.algos.metrics import TokenFacts
+from rlmix.algos.metrics import HeadFacts, TokenFacts, head_facts
 from rlmix.algos.sequence_masks import DroppedSequences, SequenceRule, dropped_metrics
+from rlmix.algos.support import Support
 from rlmix.batch.packing import MicroBatch
 from rlmix.core.errors import DataError
 from rlmix.trainer.policy import Policy, TokenLogprobs
@@ -31,6 +33,9 @@ class PassResult:
     """Already divided by the denominator."""
     facts: TokenFacts | None
     """None when the loss was not finite."""
+    heads: HeadFacts | None
+    """Of the heads beside kept sets; None when no token recorded one, or the loss was not
+    finite."""
     sequence_metrics: dict[str, float]
     """Shares of the step's sequences that were dropped; 0 without a rule, empty when the loss was
     not finite."""
@@ -72,6 +77,7 @@ def run_micro_batches(
     """
     loss = 0.0
     facts: list[TokenFacts] = []
+    heads: list[HeadFacts] = []
     dropped: list[DroppedSequences | None] = []
     routing: list[RoutingTally] = []
     for batch in micro_batches:
@@ -89,6 +95,7 @@ def run_micro_batches(
             return PassResult(
                 loss=value,
                 facts=None,
+                heads=None,
                 sequence_metrics={},
                 routing=(),
                 failure=_failure(batch, terms),
@@ -99,6 +106,9 @@ def run_micro_batches(
         dropped.append(terms.dropped)
         if found.routing is not None:
             routing.append(found.routing)
+        if found.head is not None:
+            pools_H = torch.from_numpy(batch.pools_P[batch.head_tokens_H])
+            heads.append(_head_facts(found.head, pools_H, algo))
         facts.append(
             TokenFacts(
                 log_ratios_T=terms.log_ratios_T,
@@ -116,6 +126,7 @@ def run_micro_batches(
     return PassResult(
         loss=loss,
         facts=_joined(facts),
+        heads=_joined_heads(heads),
         sequence_metrics=_sequence_metrics(micro_batches, dropped),
         routing=tuple(routing),
         failure="",
@@ -170,6 +181,19 @@ def _failure(batch: MicroBatch, terms: TokenTerms) -> str:
         f"non-finite: {bad.numel()} of {terms.loss_T.numel()} token losses in a micro-batch of "
         f"{len(batch.session_ids)} sessions, {where}"
     )
+
+
+def _head_facts(head: Support, pools_H: Tensor, algo: AlgoSpec) -> HeadFacts:
+    # Weights that are no function of the ratio have no centering term; the tails are theirs too.
+    kind = algo.importance if algo.importance in CENTERED_KINDS else "none"
+    return head_facts(head, pools_H, kind=kind, low=algo.low, high=algo.high)
+
+
+def _joined_heads(parts: Sequence[HeadFacts]) -> HeadFacts | None:
+    if not parts:
+        return None
+    names = HeadFacts.__dataclass_fields__
+    return HeadFacts(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
 def _joined(parts: Sequence[TokenFacts]) -> TokenFacts:
