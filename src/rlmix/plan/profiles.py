@@ -182,7 +182,7 @@ def _environment(pool: PoolConfig, architecture: str) -> dict[str, str]:
     return env
 
 
-def argument_faults(name: str, pool: PoolConfig) -> list[str]:
+def argument_faults(name: str, pool: PoolConfig, *, is_moe: bool) -> list[str]:
     """What is wrong with `engine_args` and with names that become arguments, one line each."""
     known = sglang_flags()
     faults = []
@@ -197,7 +197,7 @@ def argument_faults(name: str, pool: PoolConfig) -> list[str]:
         elif isinstance(choices := known[key], list) and value not in choices:
             faults.append(f"{where}: got {value!r}; --{key} takes {', '.join(choices)}")
     runners = known["moe-runner-backend"]
-    if isinstance(runners, list) and pool.moe not in runners:
+    if is_moe and isinstance(runners, list) and pool.moe not in runners:
         faults.append(f"pools.{name}.moe: got {pool.moe!r}; SGLang has {', '.join(runners)}")
     return faults
 

@@ -62,7 +62,7 @@ def pool_faults(
     seen = combination(pool, config, facts)
     for row in judge(seen, ROWS).refusals:
         yield refusal_text(name, seen, row)
-    yield from argument_faults(name, pool)
+    yield from argument_faults(name, pool, is_moe=facts.is_moe)
     context_tokens = config.session.max_context_tokens
     if pool.kv != "fp32" and (not facts.is_hybrid or pool.state != "none"):
         yield from fit_faults(name, pool, chip, facts, context_tokens=context_tokens)

@@ -2,8 +2,10 @@
 
 import pytest
 
+from rlmix.plan.build import build_plan
+from rlmix.plan.model_facts import facts_from_config
 from rlmix.plan.profiles import sglang_flags
-from tests.unit.plan.qwen36 import planned
+from tests.unit.plan.qwen36 import configured, planned
 
 PLAN = planned()
 POOLS = list(PLAN.pools)
@@ -145,6 +147,20 @@ def test_ascend_has_its_own_profile_and_wants_a_price() -> None:
     assert not any(name.startswith("linear-attn") or "gemm" in name for name in given)
     assert npu.usd_per_hour == 6.0
     assert any("npu: NPU support is built apart" in warning for warning in plan.warnings)
+
+
+def test_a_dense_model_needs_no_runner() -> None:
+    config = configured("pools.b200.moe=none", experiment="qwen36_b200")
+    dense = facts_from_config(
+        "dense",
+        {
+            "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        },
+    )  # fmt: skip
+    given = parsed(build_plan(config, facts=dense, python="python").pools["b200"].argv)
+    assert not {"moe-runner-backend", "mamba-ssm-dtype", "linear-attn-backend"} & set(given)
 
 
 def test_further_arguments_reach_the_server() -> None:

@@ -7,6 +7,8 @@ MOE_HOOK = srt("arg_groups/moe_hook.py")
 FP8 = srt("layers/quantization/fp8.py")
 MODELOPT = srt("layers/quantization/modelopt_quant.py")
 BLACKWELL = ("flashinfer_trtllm", "flashinfer_trtllm_routed")
+CUDA = ("sm80", "sm90", "sm100", "sm120")
+AUTO = "what auto picks changes with the version, and the numbers with it"
 NVFP4_RUNNERS = (*BLACKWELL, "flashinfer_cutlass", "flashinfer_cutedsl", "marlin")
 
 ROWS: tuple[Row, ...] = (
@@ -112,7 +114,7 @@ ROWS: tuple[Row, ...] = (
         when={
             "architecture": ("sm80",),
             "weights": ("fp8",),
-            "moe": (*NVFP4_RUNNERS, "triton", "deep_gemm", "cutlass"),
+            "moe": (*NVFP4_RUNNERS, "triton", "deep_gemm", "cutlass", "auto"),
         },
         reason="dense FP8 layers run as W8A16 through Marlin, but FP8 experts have Triton, "
         "DeepGEMM and CUTLASS kernels only, none of which runs on SM80",
@@ -217,11 +219,49 @@ ROWS: tuple[Row, ...] = (
         instead=({"moe": "auto"},),
     ),
     Row(
-        name="auto-runner",
+        name="auto-runner-bf16",
         verdict=REFUSED,
-        when={"architecture": ("sm80", "sm90", "sm100", "sm120"), "moe": ("auto",)},
-        reason="what auto picks changes with the version, and the numbers with it",
+        when={"architecture": CUDA, "weights": ("bf16",), "moe": ("auto",)},
+        reason=AUTO,
         source=MOE_HOOK,
-        instead=({"weights": "bf16", "activations": "bf16", "moe": "triton"},),
+        instead=({"moe": "triton"},),
+    ),
+    Row(
+        name="auto-runner-fp8",
+        verdict=REFUSED,
+        when={"architecture": CUDA[1:], "weights": ("fp8",), "moe": ("auto",)},
+        reason=AUTO,
+        source=MOE_HOOK,
+        instead=({"moe": "triton"},),
+    ),
+    Row(
+        name="auto-runner-nvfp4",
+        verdict=REFUSED,
+        when={"architecture": ("sm100",), "weights": ("nvfp4",), "moe": ("auto",)},
+        reason=AUTO,
+        source=MOE_HOOK,
+        instead=(
+            {"moe": "flashinfer_cutedsl", "activations": "bf16"},
+            {"moe": "flashinfer_trtllm_routed", "activations": "nvfp4"},
+        ),
+    ),
+    Row(
+        name="auto-runner-nvfp4-workstation",
+        verdict=REFUSED,
+        when={"architecture": ("sm120",), "weights": ("nvfp4",), "moe": ("auto",)},
+        reason=AUTO,
+        source=MOE_HOOK,
+        instead=(
+            {"moe": "flashinfer_cutlass", "activations": "nvfp4"},
+            {"moe": "marlin", "activations": "bf16"},
+        ),
+    ),
+    Row(
+        name="auto-runner-nvfp4-below-blackwell",
+        verdict=REFUSED,
+        when={"architecture": ("sm80", "sm90"), "weights": ("nvfp4",), "moe": ("auto",)},
+        reason=AUTO,
+        source=MOE_HOOK,
+        instead=({"moe": "marlin", "activations": "bf16"},),
     ),
 )
