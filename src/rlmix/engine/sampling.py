@@ -67,12 +67,21 @@ def sample(logprobs_BV: np.ndarray, uniforms_B: np.ndarray) -> np.ndarray:
 
 
 def sample_truncated(
-    logprobs_BV: np.ndarray, *, top_ps_B: np.ndarray, top_ks_B: np.ndarray, uniforms_B: np.ndarray
+    logits_BV: np.ndarray,
+    *,
+    logprobs_BV: np.ndarray,
+    temperatures_B: np.ndarray,
+    top_ps_B: np.ndarray,
+    top_ks_B: np.ndarray,
+    uniforms_B: np.ndarray,
 ) -> tuple[np.ndarray, KeptSets]:
     """One id per row from its top-k, top-p set.
 
     Args:
-        logprobs_BV: float32, log-softmax of the logits over temperature.
+        logits_BV: float32. The recorded logprobs are made from these, in float64 and rounded once:
+            rounded at every step they would be off by more than 1e-6 where logits are large.
+        logprobs_BV: float32, log-softmax of the logits over temperature: what decides the set.
+        temperatures_B: float64, above 0.
         top_ps_B: float64; 1 keeps all.
         top_ks_B: int64, at least 1; V keeps all.
         uniforms_B: float64 in [0, 1).
@@ -84,8 +93,9 @@ def sample_truncated(
     ids_M = flat_M - rows_M * logprobs_BV.shape[1]
     offsets = np.concatenate(([0], counts_B.cumsum()))
     starts_B, ends_B = offsets[:-1], offsets[1:]
-    kept_M = logprobs_BV.ravel()[flat_M]
-    weights_M = np.exp(kept_M.astype(np.float64))
+    kept_M = logits_BV.ravel()[flat_M].astype(np.float64) / temperatures_B[rows_M]
+    kept_M -= np.maximum.reduceat(kept_M, starts_B)[rows_M]
+    weights_M = np.exp(kept_M)
     cumulative_M = weights_M.cumsum()
     before_B = np.where(starts_B > 0, cumulative_M[starts_B - 1], 0.0)
     mass_B = np.add.reduceat(weights_M, starts_B)

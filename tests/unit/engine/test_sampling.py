@@ -12,6 +12,8 @@ def cut(rows, *, top_p=1.0, top_k=None, uniforms=None):
     count = len(rows)
     return sample_truncated(
         rows,
+        logprobs_BV=rows,
+        temperatures_B=np.ones(count),
         top_ps_B=np.full(count, top_p),
         top_ks_B=np.full(count, top_k or rows.shape[1]),
         uniforms_B=np.full(count, 0.5) if uniforms is None else np.asarray(uniforms),
@@ -78,7 +80,12 @@ def test_random_rows_agree_with_a_dense_oracle(seed):
     top_ps = generator.uniform(0.1, 1.0, count)
     top_ks = generator.integers(1, size + 1, count)
     ids, sets = sample_truncated(
-        rows, top_ps_B=top_ps, top_ks_B=top_ks, uniforms_B=generator.random(count)
+        rows,
+        logprobs_BV=rows,
+        temperatures_B=np.ones(count),
+        top_ps_B=top_ps,
+        top_ks_B=top_ks,
+        uniforms_B=generator.random(count),
     )
     for row in range(count):
         probs = np.exp(rows[row].astype(np.float64))
@@ -122,3 +129,25 @@ def test_uniform_numbers_belong_to_seed_and_position():
     assert len(set(numbers)) == 200
     assert UniformStream(8).at(0) != numbers[0]
     assert all(0 <= number < 1 for number in numbers)
+
+
+def test_recorded_logprobs_are_rounded_once_however_large_the_logits_are():
+    generator = np.random.default_rng(5)
+    logits = (generator.standard_normal((50, 200)) * 30 + 90).astype(np.float32)
+    tempered = logits / np.float32(0.7)
+    shifted = tempered - tempered.max(axis=1, keepdims=True)
+    rows = (shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))).astype(np.float32)
+    _, sets = sample_truncated(
+        logits,
+        logprobs_BV=rows,
+        temperatures_B=np.full(50, 0.7),
+        top_ps_B=np.full(50, 1.0),
+        top_ks_B=np.full(50, 6),
+        uniforms_B=np.full(50, 0.5),
+    )
+    for row in range(50):
+        slots = slice(sets.offsets[row], sets.offsets[row + 1])
+        exact = logits[row, sets.ids_M[slots]].astype(np.float64) / 0.7
+        exact -= exact.max()
+        exact -= np.log(np.exp(exact).sum())
+        assert sets.logprobs_M[slots].tolist() == exact.astype(np.float32).tolist()

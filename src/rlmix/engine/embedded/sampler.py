@@ -29,10 +29,11 @@ class Sampler:
         limits = self._limits
         if limits is None or not limits.fits(requests):
             limits = self._limits = _Limits(requests, vocab_size=logits_RV.shape[1])
+        tempered_RV = logits_RV
         if limits.temperatures is not None:
-            logits_RV = logits_RV / limits.temperatures
-        logprobs = torch.log_softmax(logits_RV, dim=-1)
-        logprobs_RV = logprobs.numpy()
+            tempered_RV = logits_RV / limits.temperatures
+        logprobs = torch.log_softmax(tempered_RV, dim=-1)
+        logprobs_RV, scores_RV = logprobs.numpy(), logits_RV.numpy()
         uniforms = np.array([r.uniforms.at(len(r.output_ids)) for r in requests])
         # A NaN or Inf anywhere in a row makes the whole row NaN; such a request cannot go on.
         broken = np.isnan(logprobs_RV[:, 0])
@@ -41,12 +42,15 @@ class Sampler:
                 requests[row].is_broken = True
                 requests[row].finish_reason = {"type": "abort", "message": "logits are NaN or Inf"}
             logprobs_RV = np.where(broken[:, None], np.float32(0), logprobs_RV)
+            scores_RV = np.where(broken[:, None], np.float32(0), scores_RV)
         ids = np.empty(len(requests), dtype=np.int64)
         if len(limits.plain):
             ids[limits.plain] = sample(_rows(logprobs_RV, limits.plain), uniforms[limits.plain])
         if len(limits.cut):
             ids[limits.cut], sets = sample_truncated(
-                _rows(logprobs_RV, limits.cut),
+                _rows(scores_RV, limits.cut),
+                logprobs_BV=_rows(logprobs_RV, limits.cut),
+                temperatures_B=limits.cut_temperatures,
                 top_ps_B=limits.top_ps,
                 top_ks_B=limits.top_ks,
                 uniforms_B=uniforms[limits.cut],
@@ -95,6 +99,7 @@ class _Limits:
         self.plain = (~is_cut).nonzero()[0]
         self.cut = is_cut.nonzero()[0]
         self.cut_requests = [requests[row] for row in self.cut.tolist()]
+        self.cut_temperatures = np.array([request.temperature for request in self.cut_requests])
         self.top_ps = np.array([request.top_p for request in self.cut_requests])
         self.top_ks = np.array([request.top_k for request in self.cut_requests])
         self.num_top = max(request.num_top_logprobs for request in requests)

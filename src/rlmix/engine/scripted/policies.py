@@ -103,7 +103,11 @@ class HashPolicy:
                 temperature=1.0 if is_greedy else sampling["temperature"],
             )
             ids, sets = sample_truncated(
-                row[None], uniforms_B=np.array([uniforms.at(position)]), **limits
+                row[None],
+                logprobs_BV=row[None],
+                temperatures_B=np.ones(1),
+                uniforms_B=np.array([uniforms.at(position)]),
+                **limits,
             )
             context.append(int(ids[0]))
             logprobs.append(float(row[ids[0]]))
