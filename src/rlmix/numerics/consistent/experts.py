@@ -17,6 +17,10 @@ from torch import Tensor
 from rlmix.numerics.consistent.contract import min_rows, rounded
 from rlmix.numerics.consistent.pointwise import swiglu
 
+BATCHED_ROWS = 64
+"""Rows of the fullest expert up to which all experts are multiplied at once, the others filled up;
+with more rows one product an expert costs less than the filling."""
+
 
 def choose_experts(logits_TE: Tensor, *, top_k: int) -> Tensor:
     """Ids of the largest logits, best first, int64 [T, K]; of equal ones the lower id comes first.
@@ -111,7 +115,7 @@ def expert_mlps(
     counts_E = np.bincount(ids_P[is_ours], minlength=num_experts)
     shared_room = max(min_rows(), int(counts_E.max()))
     rooms_E = np.where(counts_E > 0, np.maximum(counts_E, min_rows()), 0)
-    is_batched = num_experts * shared_room <= 2 * int(rooms_E.sum())
+    is_batched = shared_room <= BATCHED_ROWS and num_experts * shared_room <= 2 * int(rooms_E.sum())
     if is_batched:
         rooms_E = np.full(num_experts, shared_room)
     token_of_S, place_of_TK = _places(ids_P, is_ours, counts_E, rooms_E, ids_TK.shape)
@@ -167,13 +171,13 @@ def _one_by_one(
     rooms_E: np.ndarray,
     round_to: torch.dtype | None,
 ) -> Tensor:
-    outputs, first = [], 0
-    for expert in np.flatnonzero(rooms_E).tolist():
-        last = first + int(rooms_E[expert])
-        gate_up = F.linear(inputs_SH[first:last], gate_up_EIH[expert].float())
-        inner = swiglu(rounded(gate_up, round_to), round_to=round_to)
-        outputs.append(F.linear(inner, down_EHI[expert].float()))
-        first = last
+    # Split and unbind, since the gradient of a slice is a whole tensor of zeros for each expert.
+    gate_ups, downs = gate_up_EIH.float().unbind(), down_EHI.float().unbind()
+    outputs = []
+    for expert, rows in enumerate(inputs_SH.split(rooms_E.tolist())):
+        if len(rows):
+            gate_up = rounded(F.linear(rows, gate_ups[expert]), round_to)
+            outputs.append(F.linear(swiglu(gate_up, round_to=round_to), downs[expert]))
     return torch.cat(outputs) if outputs else inputs_SH
 
 
@@ -192,7 +196,28 @@ def combine(
         shares_TK: float32.
         residual: [T, H].
     """
+    if torch.is_grad_enabled() and (outputs_TKH.requires_grad or shares_TK.requires_grad):
+        total = _Combine.apply(outputs_TKH, shares_TK)
+    else:
+        total = _weighted_sum(outputs_TKH, shares_TK)
+    return rounded(residual + total, round_to).to(residual.dtype)
+
+
+def _weighted_sum(outputs_TKH: Tensor, shares_TK: Tensor) -> Tensor:
     total = outputs_TKH[:, 0] * shares_TK[:, :1]
     for rank in range(1, shares_TK.shape[1]):
-        total = total + outputs_TKH[:, rank] * shares_TK[:, rank : rank + 1]
-    return rounded(residual + total, round_to).to(residual.dtype)
+        total.add_(outputs_TKH[:, rank] * shares_TK[:, rank : rank + 1])
+    return total
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, outputs_TKH: Tensor, shares_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(outputs_TKH, shares_TK)
+        return _weighted_sum(outputs_TKH, shares_TK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        outputs_TKH, shares_TK = ctx.saved_tensors
+        grad_T1H = grads[0][:, None]
+        return grad_T1H * shares_TK[..., None], (outputs_TKH * grad_T1H).sum(-1)

@@ -31,7 +31,7 @@ def _finish(
     y = y_MN[:num_rows] if len(y_MN) > num_rows else y_MN
     y = y.reshape(*x.shape[:-1], -1)
     if residual is not None:
-        y = y + residual
+        y = y.add_(residual)
     return rounded(y, round_to).to(x.dtype)
 
 
@@ -88,9 +88,7 @@ def row_parallel_linear(
             "process; processes must divide the leaves, and a process's leaves its K"
         )
     rows_MK, width = _float_rows(x), x.shape[-1] // local
-    weight_NK = weight_NK.float()
-    parts = [
-        F.linear(rows_MK[:, k : k + width], weight_NK[:, k : k + width])
-        for k in range(0, x.shape[-1], width)
-    ]
+    leaves_of_rows = rows_MK.split(width, dim=1)
+    leaves_of_weight = weight_NK.float().split(width, dim=1)
+    parts = [F.linear(*leaf) for leaf in zip(leaves_of_rows, leaves_of_weight, strict=True)]
     return _finish(tree_all_reduce(tree_sum(parts), group), x, residual, round_to)

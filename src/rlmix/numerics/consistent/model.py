@@ -185,12 +185,13 @@ def _attend(
     num_rotated = spec.num_heads + spec.num_kv_heads
     normed = rms_norm(hidden_MH, layer.input_norm, eps=spec.rms_eps, round_to=spec.round_to)
     heads = linear(normed, layer.qkv).view(len(hidden_MH), -1, spec.head_dim)
-    rotated, values = heads[:, :num_rotated], heads[:, num_rotated:]
+    # Not slices: their gradients would be whole tensors of zeros, filled and added.
+    rotated, values = heads.split((num_rotated, spec.num_kv_heads), dim=1)
     if layer.qk_norm is not None:
         rotated = rms_norm(rotated, layer.qk_norm, eps=spec.rms_eps)
     rotated = rope(rotated, rotations_2MD, round_to=spec.round_to)
     values = rounded(values, spec.round_to)
-    queries, keys = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
+    queries, keys = rotated.split((spec.num_heads, spec.num_kv_heads), dim=1)
     return attend_rows(index, queries, keys, values).reshape(len(hidden_MH), -1)
 
 

@@ -108,31 +108,27 @@ def rope(x_RhD: Tensor, rotations_2RH: Tensor, *, round_to: torch.dtype | None =
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
-        return _silu(gate).mul_(up)
+        share = _sigmoid(gate)
+        ctx.save_for_backward(gate_up, share)
+        return (gate * share).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
+        gate_up, share = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
-        share = _one_plus_exp_minus(gate).reciprocal_()
         out = torch.empty_like(gate_up)
         grad_gate, grad_up = out.chunk(2, dim=-1)
-        torch.mul(gate, share, out=grad_up)
-        # silu' = share * (1 + gate - gate * share)
-        torch.sub(gate, grad_up, out=grad_gate)
-        grad_gate.add_(1.0).mul_(share).mul_(up).mul_(grads[0])
-        grad_up.mul_(grads[0])
+        silu = gate * share
+        torch.mul(silu, grads[0], out=grad_up)
+        # silu' = share * (1 + gate - silu)
+        slope = torch.sub(gate, silu, out=silu).add_(1.0).mul_(share)
+        torch.mul(slope, up, out=grad_gate).mul_(grads[0])
         return out
 
 
-def _one_plus_exp_minus(gate: Tensor) -> Tensor:
-    return gate.neg().exp_().add_(1.0)
-
-
-def _silu(gate: Tensor) -> Tensor:
-    return gate / _one_plus_exp_minus(gate)
+def _sigmoid(gate: Tensor) -> Tensor:
+    return gate.neg().exp_().add_(1.0).reciprocal_()
 
 
 def swiglu(gate_up: Tensor, *, round_to: torch.dtype | None = None) -> Tensor:
@@ -147,5 +143,5 @@ def swiglu(gate_up: Tensor, *, round_to: torch.dtype | None = None) -> Tensor:
         product = _SwiGlu.apply(values)
     else:
         gate, up = values.chunk(2, dim=-1)
-        product = _silu(gate).mul_(up)
+        product = _sigmoid(gate).mul_(gate).mul_(up)
     return rounded(product, round_to).to(gate_up.dtype)

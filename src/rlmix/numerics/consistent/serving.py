@@ -1,0 +1,113 @@
+"""Attention of one engine step over a cache of slots: decoding rows together, then each chunk.
+
+A plan is made once a step and serves every layer. Invariant: rows write before anybody reads, and
+a row reads its own slot only.
+"""
+
+# T rows of the step, B decoding rows (the first ones, in slots 0..B-1), D head dim
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlmix.numerics.consistent.attention import AttentionPlan, attend, plan_attention
+from rlmix.numerics.consistent.contract import Tiling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptChunk:
+    """Consecutive tokens of one slot."""
+
+    slot: int
+    start: int
+    """Position of the first; everything before it is in the cache."""
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Rows first:last of the step, which attend together, to slots first_slot:last_slot."""
+
+    first: int
+    last: int
+    first_slot: int
+    last_slot: int
+    plan: AttentionPlan
+
+
+def plan_step(
+    positions_T: Tensor,
+    *,
+    num_decoding: int,
+    chunks: Sequence[PromptChunk],
+    groups: int,
+    tiling: Tiling,
+) -> tuple[Group, ...]:
+    """Groups of a step whose rows are `num_decoding` decoding ones, then the chunks' tokens.
+
+    Args:
+        positions_T: int64; rows beyond the chunks are padding, belong to no group and get 0.
+        groups: query heads per key head.
+    """
+    found = []
+    if num_decoding:
+        positions_B1 = positions_T[:num_decoding, None]
+        plan = plan_attention(positions_B1, groups=groups, tiling=tiling)
+        found.append(
+            Group(first=0, last=num_decoding, first_slot=0, last_slot=num_decoding, plan=plan)
+        )
+    first = num_decoding
+    for chunk in chunks:
+        last = first + chunk.num_tokens
+        positions = torch.arange(chunk.start, chunk.start + chunk.num_tokens)[None]
+        plan = plan_attention(positions, groups=groups, tiling=tiling)
+        slots = (chunk.slot, chunk.slot + 1)
+        found.append(
+            Group(first=first, last=last, first_slot=slots[0], last_slot=slots[1], plan=plan)
+        )
+        first = last
+    return tuple(found)
+
+
+class CacheAttention:
+    """`Attend` for `run_layers`: writes the rows' keys and values into the cache and reads it."""
+
+    def __init__(
+        self,
+        cache: Tensor,
+        step: Sequence[Group],
+        write_index: Tensor,
+        *,
+        round_to: torch.dtype | None,
+    ) -> None:
+        """
+        Args:
+            cache: float32 [layers, 2, slots, key heads, positions, D], contiguous and finite;
+                positions at least `tiling.padded(longest context)`, or reading copies.
+            step: from `plan_step`.
+            write_index: int64 [T * 2 * key heads], where each row's keys, then its values, go in a
+                layer seen as [2 * slots * key heads * positions, D].
+        """
+        self._cache, self._step, self._write_index = cache, step, write_index
+        self._round_to = round_to
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        cache = self._cache[layer]
+        new = torch.cat((keys, values), dim=1).view(-1, keys.shape[-1])
+        cache.view(-1, keys.shape[-1]).index_copy_(0, self._write_index, new)
+        if len(self._step) == 1 and self._step[0].last == len(queries):
+            return self._attend(cache, queries, self._step[0])
+        out = torch.zeros(queries.shape)
+        for group in self._step:
+            out[group.first : group.last] = self._attend(
+                cache, queries[group.first : group.last], group
+            )
+        return out
+
+    def _attend(self, cache: Tensor, queries: Tensor, group: Group) -> Tensor:
+        keys, values = cache[:, group.first_slot : group.last_slot]
+        batch = group.last_slot - group.first_slot
+        rows = queries.reshape(batch, -1, *queries.shape[1:])
+        return attend(rows, keys, values, group.plan, round_to=self._round_to).flatten(0, 1)
