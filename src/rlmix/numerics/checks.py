@@ -1,28 +1,79 @@
-"""What every quantiser refuses."""
+"""What every quantiser refuses, and largest magnitudes.
+
+Magnitudes are compared as integers: with the sign bit cleared, a float's bits order as its value
+does, NaN and Inf above every number. That is several times as fast as comparing floats.
+"""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from rlmix.core.errors import DataError
 
+CHUNK = 1 << 17
+"""Elements handled at a time: their float32 copies then stay in a core's second-level cache."""
+
+_BITS = {
+    torch.bfloat16: (torch.int16, 0x7FFF, 0x7F80),
+    torch.float16: (torch.int16, 0x7FFF, 0x7C00),
+    torch.float32: (torch.int32, 0x7FFFFFFF, 0x7F800000),
+}
+"""dtype -> (integer of its width, all bits but the sign, bits of Inf)."""
+
+
+def chunks(length: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size` that cover 0..length."""
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
+
+
+def checked(values: Tensor, *, name: str, convention: str) -> Tensor:
+    """`values`, or their float32 copy where the dtype is another than bf16, fp16 or fp32.
+
+    Raises:
+        DataError: empty, or not floating point.
+    """
+    if not values.is_floating_point() or values.element_size() == 1:
+        raise DataError(f"{convention}: {name} has dtype {values.dtype}; give bf16, fp16 or fp32")
+    if values.numel() == 0:
+        raise DataError(f"{convention}: {name} of shape {tuple(values.shape)} is empty")
+    return values if values.dtype in _BITS else values.float()
+
+
+def amax_over(values: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """Largest magnitude over `dim`, in the dtype of `values` (bf16, fp16 or fp32); NaN and Inf
+    win."""
+    integer, mask, _ = _BITS[values.dtype]
+    return (values.view(integer) & mask).amax(dim).view(values.dtype)
+
+
+def refuse_non_finite(amax: Tensor, values: Tensor, *, name: str, convention: str) -> None:
+    """
+    Args:
+        amax: largest magnitudes of `values`, of any shape.
+    Raises:
+        DataError: one of them is NaN or Inf. A NaN would become a scale and silently turn its
+            whole block, or the whole tensor, into NaN.
+    """
+    if bool(torch.isfinite(amax).all()):
+        return
+    bad = int((~torch.isfinite(values)).sum())
+    raise DataError(
+        f"{convention}: {name} of shape {tuple(values.shape)} holds {bad} NaN or Inf values; "
+        "only finite weights can be quantised"
+    )
+
 
 def finite_amax(values: Tensor, *, name: str, convention: str) -> Tensor:
     """Largest magnitude of `values`, float32 [].
 
     Raises:
-        DataError: `values` is empty, not floating point, or holds NaN or Inf. A NaN would
-            become a scale and silently turn its whole block, or the whole tensor, into NaN.
+        DataError: `values` is empty, not floating point, or holds NaN or Inf.
     """
-    if not values.is_floating_point():
-        raise DataError(f"{convention}: {name} has dtype {values.dtype}; give bf16, fp16 or fp32")
-    if values.numel() == 0:
-        raise DataError(f"{convention}: {name} of shape {tuple(values.shape)} is empty")
-    low, high = torch.aminmax(values)
-    amax = torch.maximum(-low, high).float()
-    if not torch.isfinite(amax):
-        bad = int((~torch.isfinite(values)).sum())
-        raise DataError(
-            f"{convention}: {name} of shape {tuple(values.shape)} holds {bad} NaN or Inf values; "
-            "only finite weights can be quantised"
-        )
+    values = checked(values, name=name, convention=convention)
+    flat = values.reshape(-1)
+    parts = [amax_over(flat[piece], 0) for piece in chunks(flat.numel(), 4 * CHUNK)]
+    amax = torch.stack(parts).float().amax()
+    refuse_non_finite(amax, values, name=name, convention=convention)
     return amax

@@ -1,30 +1,51 @@
-"""NVFP4 weights in ModelOpt's convention: 4-bit floats in blocks of 16 along the last axis.
+"""NVFP4: E2M1 codes in blocks of 16 along the last axis, an E4M3 scale a block, a float32 a tensor.
 
-A value is `code * block_scale * tensor_scale`: code in E2M1, one E4M3 scale per block, one float32
-scale per tensor. Invariant: packing is bit-exact to the convention, including ties, zero blocks
-and saturation; dequantising twice, or requantising a dequantised tensor with the same tensor
-scale, changes nothing.
+Two conventions write the same numbers differently. ModelOpt stores the tensor scale that a value is
+multiplied by (amax / 2688), compressed-tensors its inverse (2688 / amax). They also round the block
+scale from another product and treat blocks of zeros and tiny blocks otherwise, so that their bytes
+are not interchangeable. Invariant: bytes are those of the convention's package, including ties,
+zero blocks and saturation; requantising a dequantised tensor with its own scale changes nothing.
 
-Source: nvidia-modelopt 0.47 `NVFP4QTensor`; rounding as in PTX `cvt.rn.satfinite.e2m1x2`.
+Source: nvidia-modelopt 0.47 `NVFP4QTensor`; compressed-tensors 0.20.1 `calculate_qparams`,
+`generate_gparam` and `NVFP4PackedCompressor` on float32 ranges; rounding as PTX
+`cvt.rn.satfinite.e2m1x2`; 4/6 after arXiv:2512.02010.
 """
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlmix.core.errors import DataError
-from rlmix.numerics.checks import finite_amax
+from rlmix.numerics.checks import CHUNK, amax_over, checked, chunks, refuse_non_finite
+from rlmix.numerics.rounding import (
+    E2M1,
+    E2M1_MAX,
+    E4M3_MAX,
+    E4M3_MIN,
+    e2m1_codes,
+    e2m1_from_nibbles,
+    e4m3_from_bytes,
+    nearest_e2m1,
+    nearest_e4m3,
+    pack_nibbles,
+)
 
 BLOCK = 16
 """Elements that share one E4M3 scale."""
+CONVENTIONS = ("modelopt", "compressed-tensors")
+MAGNITUDES = E2M1
 
-E2M1_MAX, E4M3_MAX = 6.0, 448.0
-E4M3_MIN = 2.0**-9
-"""Smallest positive E4M3 value (a subnormal)."""
-
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Value of codes 0..7; codes 8..15 are their negatives."""
+E4M3_MAX_4OVER6 = 256.0
+"""Largest block scale with 4-over-6, so that 1.5 times it (384) is an E4M3 number too."""
+_ZERO_BLOCK_SCALE = {"modelopt": 1.0, "compressed-tensors": 0.125}
+_SMALLEST, _LARGEST = 2.0**-149, torch.finfo(torch.float32).max
+"""Positive float32 numbers; a divisor that underflows to 0 would turn zeros into NaN."""
+_FEW = 2048
+"""Numbers up to which a cast is quicker than arithmetic."""
+_SIXTH = 0.16666667163372040
+"""float32 0x3E2AAAAB, by which kernels multiply where a division by 6 is meant."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,83 +57,193 @@ class NvFp4Tensor:
     block_scale_e4m3: Tensor
     """float8_e4m3fn [..., N, ceil(K / 16)]."""
     tensor_scale_f32: Tensor
-    """float32 []."""
+    """float32 [], as the convention stores it."""
     num_columns: int
     """K before padding."""
+    convention: str
+    """`modelopt`: the tensor scale multiplies; `compressed-tensors`: it divides."""
 
     def dequantize(self) -> Tensor:
         """float32 [..., N, K]. `code * block_scale` is exact, so there is one rounding."""
-        values = unpack(self.packed_uint8)
-        blocks = values.unflatten(-1, (-1, BLOCK)) * self.block_scale_e4m3.float().unsqueeze(-1)
-        return (blocks * self.tensor_scale_f32).flatten(-2)[..., : self.num_columns]
+        packed = self.packed_uint8.reshape(-1, BLOCK // 2)
+        scales = e4m3_from_bytes(self.block_scale_e4m3.reshape(-1, 1))
+        values = torch.empty((len(packed), BLOCK))
+        by_tensor = torch.mul if self.convention == "modelopt" else torch.div
+        for piece in chunks(len(packed), CHUNK // BLOCK):
+            blocks = e2m1_from_nibbles(packed[piece]).mul_(scales[piece])
+            by_tensor(blocks, self.tensor_scale_f32, out=values[piece])
+        return values.view(*self.packed_uint8.shape[:-1], -1)[..., : self.num_columns]
 
 
-def quantize(weight: Tensor, *, amax: Tensor | None = None, name: str = "weight") -> NvFp4Tensor:
+def quantize(
+    weight: Tensor,
+    *,
+    amax: Tensor | None = None,
+    name: str = "weight",
+    convention: str = "modelopt",
+    four_over_six: bool = False,
+) -> NvFp4Tensor:
     """Quantise a weight.
 
     Args:
-        weight: floating point [..., K]; computed in float32.
+        weight: floating point [..., K]; computed in float32. A last block that is not full is
+            padded with zeros, as ModelOpt does; compressed-tensors has no such blocks.
         amax: float32 [], the magnitude that decides the tensor scale, when several tensors
             share one (gate and up; q, k and v). None: the weight's own. Larger values saturate.
         name: how an error calls the tensor.
+        convention: whose bytes: `modelopt` or `compressed-tensors`.
+        four_over_six: let a block's largest magnitude become 4 instead of 6 where that makes its
+            squared error smaller.
     Raises:
-        DataError: NaN, Inf, empty, or not floating point.
+        DataError: NaN, Inf, empty, not floating point, unknown convention, or a partial block
+            in a convention without.
     """
-    own_amax = finite_amax(weight, name=name, convention="nvfp4")
-    amax = own_amax if amax is None else amax.float()
-    # An all-zero tensor has no magnitude to scale by; 1 keeps the arithmetic finite.
-    tensor_scale = torch.where(amax > 0, amax / (E2M1_MAX * E4M3_MAX), torch.ones(()))
-    values = weight.float()
-    num_columns = values.shape[-1]
+    if convention not in CONVENTIONS:
+        raise DataError(f"nvfp4: convention {convention!r}; known are {', '.join(CONVENTIONS)}")
+    source = checked(weight, name=name, convention="nvfp4")
+    num_columns = source.shape[-1]
     if num_columns % BLOCK:
-        values = torch.nn.functional.pad(values, (0, BLOCK - num_columns % BLOCK))
-    blocks = values.unflatten(-1, (-1, BLOCK))
-    block_scale = blocks.abs().amax(-1) / (E2M1_MAX * tensor_scale)
-    block_scale = torch.where(block_scale == 0, torch.ones(()), block_scale)
-    block_scale = block_scale.clamp(E4M3_MIN, E4M3_MAX).to(torch.float8_e4m3fn)
-    scaled = blocks / (block_scale.float() * tensor_scale).unsqueeze(-1)
+        if convention != "modelopt":
+            raise DataError(
+                f"nvfp4: {name} has {num_columns} columns; {convention} needs a multiple of {BLOCK}"
+            )
+        source = torch.nn.functional.pad(source, (0, -num_columns % BLOCK))
+    blocks = source.reshape(-1, BLOCK)
+    per_chunk = CHUNK // BLOCK
+    pieces = list(chunks(len(blocks), per_chunk))
+    block_amax = torch.cat([amax_over(blocks[piece], 1) for piece in pieces]).float()
+    largest = block_amax.amax()
+    refuse_non_finite(largest, weight, name=name, convention="nvfp4")
+    tensor_scale, candidates = _scales(
+        block_amax, largest if amax is None else amax.float(), convention, four_over_six
+    )
+    step = tensor_scale if convention == "modelopt" else 1 / tensor_scale
+    scales = candidates[0]
+    if four_over_six:
+        scales = torch.cat(
+            [
+                _better(blocks[piece], [scale[piece] for scale in candidates], step)
+                for piece in pieces
+            ]
+        )
+    divisors = scales * tensor_scale if convention == "modelopt" else scales / tensor_scale
+    divisors = divisors.clamp_(min=_SMALLEST).unsqueeze(-1)
+    packed = torch.empty((len(blocks), BLOCK // 2), dtype=torch.uint8)
+    for piece in pieces:
+        packed[piece] = pack_nibbles(e2m1_codes(blocks[piece].float() / divisors[piece]))
+    shape = source.shape[:-1]
     return NvFp4Tensor(
-        packed_uint8=pack(scaled.flatten(-2)),
-        block_scale_e4m3=block_scale,
+        packed_uint8=packed.view(*shape, -1),
+        block_scale_e4m3=scales.to(torch.float8_e4m3fn).view(*shape, -1),
         tensor_scale_f32=tensor_scale,
         num_columns=num_columns,
+        convention=convention,
     )
 
 
-def e2m1_codes(values: Tensor) -> Tensor:
-    """Nearest E2M1 codes, ties to the even code, saturating at 6.
+def _scales(
+    block_amax: Tensor, amax: Tensor, convention: str, four_over_six: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """The tensor scale, and block scales as float32: those that map a block's largest magnitude
+    to 6, with 4-over-6 also those that map it to 4."""
+    largest = E2M1_MAX * (E4M3_MAX_4OVER6 if four_over_six else E4M3_MAX)
+    one = torch.ones(())
+    if convention == "modelopt":
+        # A tensor of zeros has no magnitude to scale by; 1 keeps the arithmetic finite.
+        tensor_scale = amax / largest
+        tensor_scale = torch.where(tensor_scale > 0, tensor_scale, one)
+        wanted = block_amax / (E2M1_MAX * tensor_scale)
+    else:
+        tensor_scale = largest / amax.clamp(min=torch.finfo(torch.float32).tiny)
+        tensor_scale = torch.where(torch.isfinite(tensor_scale), tensor_scale, one)
+        wanted = tensor_scale * (block_amax / E2M1_MAX)
+    multiples = (1.0, 1.5) if four_over_six else (1.0,)
+    return tensor_scale, [_block_scale(wanted * times, convention) for times in multiples]
+
+
+def _block_scale(wanted: Tensor, convention: str) -> Tensor:
+    if convention == "modelopt":
+        wanted = torch.where(wanted == 0, torch.ones(()), wanted)
+        return nearest_e4m3(wanted.clamp_(E4M3_MIN, E4M3_MAX))
+    rounded = nearest_e4m3(wanted.clamp_(max=E4M3_MAX))
+    return torch.where(rounded == 0, torch.tensor(_ZERO_BLOCK_SCALE[convention]), rounded)
+
+
+def _better(blocks: Tensor, scales: list[Tensor], step: Tensor) -> Tensor:
+    """The second block scale where its squared error is smaller, else the first.
+
+    Errors are in units of the tensor scale, where they neither overflow nor vanish.
+    """
+    in_steps = blocks.float() / step
+    errors = []
+    for scale in scales:
+        wide = scale.unsqueeze(-1)
+        codes = nearest_e2m1((in_steps / wide).clamp_(-E2M1_MAX, E2M1_MAX))
+        errors.append(codes.mul_(wide).sub_(in_steps).square_().sum(-1))
+    return torch.where(errors[1] < errors[0], scales[1], scales[0])
+
+
+def fake_quantize_activations(values: Tensor, tensor_scale: float | Tensor | None = 1.0) -> Tensor:
+    """What a W4A4 kernel multiplies by: activations rounded to NVFP4 in blocks of 16.
 
     Args:
-        values: float32 of any shape, no NaN.
+        values: floating point [..., K], a row per token; a last block that is not full is used
+            as it is.
+        tensor_scale: the layer's `input_scale`; engines use 1 where the checkpoint has none.
+            None: each row's own amax / 2688, as with per-token scaling.
     Returns:
-        uint8 of the same shape, 0..15. The sign bit is set for values below 0 only, so -0.0
-        gives code 0 while a tiny negative gives 8; both dequantise to 0.
+        float32 [..., K]: `code * block scale * tensor scale`.
+
+    Source: FlashInfer's quantiser with exact arithmetic (`FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH`);
+    its default multiplies by approximate reciprocals, which no CPU has.
     """
-    magnitude = values.abs()
-    # E2M1's steps are 0.5 below 2, 1 below 4, 2 above. The codes on these three grids are below;
-    # each grid is the smallest exactly where it applies, and round() ties to even.
-    code = (magnitude * 2).round_()
-    torch.minimum(code, magnitude.round().add_(2), out=code)
-    torch.minimum(code, magnitude.mul_(0.5).round_().add_(4), out=code)
-    code.clamp_(max=7)
-    return code.to(torch.uint8) + (values < 0).to(torch.uint8) * 8
+    rows = values.float()
+    num_columns = rows.shape[-1]
+    if num_columns % BLOCK:
+        rows = torch.nn.functional.pad(rows, (0, -num_columns % BLOCK))
+    blocks = rows.unflatten(-1, (-1, BLOCK))
+    amax = amax_over(blocks, -1).unsqueeze_(-1)
+    if tensor_scale is None:
+        tensor_scale = amax.amax(-2, keepdim=True).div_(E2M1_MAX * E4M3_MAX).clamp_(min=2.0**-126)
+    if isinstance(tensor_scale, Tensor):
+        encode = 1 / tensor_scale.float()
+        decode: float | Tensor = 1 / encode
+        sixth: float | Tensor = encode * _SIXTH
+    else:
+        # float32 arithmetic on plain numbers, which is several operations less.
+        scalar = np.float32(1) / np.float32(tensor_scale)
+        decode = float(np.float32(1) / scalar)
+        sixth = float(scalar * np.float32(_SIXTH))
+    scales = _round_scales(amax.mul_(sixth).clamp_(max=E4M3_MAX))
+    inverse = (1 / (scales * decode)).clamp_(max=_LARGEST)
+    codes = nearest_e2m1((blocks * inverse).clamp_(-E2M1_MAX, E2M1_MAX)).mul_(scales)
+    return codes.mul_(tensor_scale).flatten(-2)[..., :num_columns]
+
+
+def _round_scales(scales: Tensor) -> Tensor:
+    """Nearest E4M3 numbers; of a few, by the cast, which is two operations instead of seven."""
+    if scales.numel() <= _FEW:
+        return scales.to(torch.float8_e4m3fn).float()
+    return nearest_e4m3(scales)
 
 
 def pack(values: Tensor) -> Tensor:
     """uint8 [..., K / 2] from float32 [..., K] with even K, already divided by the scales."""
-    codes = e2m1_codes(values)
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return pack_nibbles(e2m1_codes(values.clone()))
 
 
 def unpack(packed: Tensor) -> Tensor:
     """float32 [..., 2 * B] code values from uint8 [..., B]."""
-    table = torch.tensor(MAGNITUDES + tuple(-value for value in MAGNITUDES))
-    low, high = packed & 0xF, packed >> 4
-    return table[torch.stack((low, high), dim=-1).flatten(-2).int()]
+    return e2m1_from_nibbles(packed)
 
 
 def from_parts(
-    packed: Tensor, block_scale: Tensor, tensor_scale: Tensor, *, name: str
+    packed: Tensor,
+    block_scale: Tensor,
+    tensor_scale: Tensor,
+    *,
+    name: str,
+    convention: str = "modelopt",
 ) -> NvFp4Tensor:
     """A tensor read from a checkpoint.
 
@@ -135,4 +266,5 @@ def from_parts(
         block_scale_e4m3=block_scale,
         tensor_scale_f32=tensor_scale.float().reshape(()),
         num_columns=packed.shape[-1] * 2,
+        convention=convention,
     )

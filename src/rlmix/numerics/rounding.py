@@ -1,0 +1,108 @@
+"""Rounding float32 to the small formats, and their bytes. All exact, all ties to even.
+
+Rounding adds a number so large that float32's own step there is the format's step, and takes it
+away again. Bytes are made and read through float16: E4M3 and E2M1 are float16 with a shorter
+mantissa and another bias, so a power of two and a shift lead from one to the other.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+E4M3_MAX, E4M3_MIN = 448.0, 2.0**-9
+"""Largest number, and smallest above zero (a subnormal)."""
+E2M1_MAX = 6.0
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Values of codes 0..7; codes 8..15 are their negatives."""
+
+_EXPONENT, _MANTISSA, _SIGN16 = 0x7F800000, 0x007FFFFF, -0x8000
+_E4M3_MIN_NORMAL, _E4M3_ANCHOR = 2.0**-6, 1.5 * 2.0**20
+"""Below the smallest normal number the step stays. For x in [2^e, 2^(e+1)) E4M3's step is 2^(e-3),
+float32's near 1.5 * 2^(e+20) is the same."""
+_E2M1_MIN_NORMAL, _E2M1_ANCHOR = 1.0, 1.5 * 2.0**22
+_E4M3_TO_HALF, _E2M1_TO_HALF = 2.0**-8, 2.0**-14
+"""Moves the smallest normal number to float16's, 2^-14."""
+
+
+def nearest_e4m3(values: Tensor) -> Tensor:
+    """Nearest E4M3 numbers as float32; torch's conversion from float8 takes several times as long.
+
+    Args:
+        values: float32 of any shape, magnitudes at most 448.
+    Returns:
+        float32 of the same shape; a negative value that rounds to zero gives +0.
+    """
+    anchors = _powers(values).clamp_(min=_E4M3_MIN_NORMAL).mul_(_E4M3_ANCHOR)
+    return (values + anchors).sub_(anchors)
+
+
+def nearest_e2m1(values: Tensor) -> Tensor:
+    """Nearest E2M1 numbers as float32; `values` as above, magnitudes at most 6."""
+    anchors = _powers(values).clamp_(min=_E2M1_MIN_NORMAL).mul_(_E2M1_ANCHOR)
+    return (values + anchors).sub_(anchors)
+
+
+def power_of_two_above(values: Tensor) -> Tensor:
+    """Smallest power of two that is not below each value: a UE8M0 scale, as float32.
+
+    Args:
+        values: float32 of any shape, positive and normal.
+    """
+    bits = (values.view(torch.int32) + _MANTISSA) & _EXPONENT
+    return bits.view(torch.float32)
+
+
+def e4m3_from_bytes(data: Tensor) -> Tensor:
+    """float32 from float8_e4m3fn; the NaN code stays NaN."""
+    bits = data.view(torch.uint8).to(torch.int16)
+    magnitude = bits & 0x7F
+    if bool((magnitude == 0x7F).any()):
+        return data.float()
+    bits.bitwise_and_(0x80).bitwise_left_shift_(8)
+    bits.bitwise_or_(magnitude.bitwise_left_shift_(7))
+    return bits.view(torch.float16).float().mul_(1 / _E4M3_TO_HALF)
+
+
+def e2m1_codes(values: Tensor) -> Tensor:
+    """Codes of the nearest E2M1 numbers, 0..15, saturating at 6.
+
+    The sign bit says "below zero": -0.0 gives code 0, a tiny negative value code 8, as the
+    reference packages do. Both decode to zero.
+
+    Args:
+        values: float32 of any shape, no NaN. Changed in place where no copy is needed.
+    Returns:
+        int16 of the same shape.
+    """
+    # Adding zero turns -0.0 into +0.0 and changes nothing else.
+    clipped = values.add_(0.0).clamp_(-E2M1_MAX, E2M1_MAX)
+    signs = clipped.half().view(torch.int16).bitwise_and_(_SIGN16)
+    bits = nearest_e2m1(clipped).mul_(_E2M1_TO_HALF).half().view(torch.int16)
+    codes = bits.bitwise_right_shift_(9).bitwise_and_(7)
+    return codes.bitwise_or_(signs.bitwise_right_shift_(12).bitwise_and_(8))
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """uint8 [..., K / 2] from int16 codes [..., K], K even: the even element is the low nibble."""
+    pairs = codes.view(torch.int32)
+    return (pairs | (pairs >> 12)).to(torch.uint8)
+
+
+def e2m1_from_nibbles(packed: Tensor) -> Tensor:
+    """float32 [..., 2 * B] from uint8 [..., B]; one look-up gives both values of a byte."""
+    pairs = _pairs().index_select(0, packed.reshape(-1).int())
+    return pairs.view(torch.float32).view(*packed.shape[:-1], -1)
+
+
+def _powers(values: Tensor) -> Tensor:
+    """The power of two at or below each magnitude; 0 for subnormal numbers."""
+    return (values.view(torch.int32) & _EXPONENT).view(torch.float32)
+
+
+@functools.cache
+def _pairs() -> Tensor:
+    """int64 [256]: the float32 values of a byte's low and high nibble side by side."""
+    values = torch.tensor(E2M1 + tuple(-value for value in E2M1))
+    high, low = torch.meshgrid(values, values, indexing="ij")
+    return torch.stack((low, high), dim=-1).reshape(256, 2).view(torch.int64).reshape(256)
