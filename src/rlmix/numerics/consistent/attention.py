@@ -199,8 +199,9 @@ def _queries_by_head(q_BTND: Tensor, plan: AttentionPlan, num_kv_heads: int) -> 
     shape = (batch, num_kv_heads, plan.num_padded, plan.groups, dim)
     out = torch.empty(shape, dtype=torch.float32)
     by_head = q_BTND.reshape(batch, num_queries, num_kv_heads, plan.groups, dim).transpose(1, 2)
-    out[:, :, :num_queries].copy_(by_head).mul_(dim**-0.5)
-    out[:, :, num_queries:] = 0
+    torch.mul(by_head.float(), dim**-0.5, out=out[:, :, :num_queries])
+    if plan.num_padded > num_queries:
+        out[:, :, num_queries:] = 0
     return out.view(batch * num_kv_heads, -1, dim)
 
 
@@ -294,9 +295,14 @@ def _forward(
     queries = _queries_by_head(q_BTND, plan, k_BHLD.shape[1])
     keys = _keys_by_head(k_BHLD, plan.num_keys)
     values = _keys_by_head(v_BHLD, plan.num_keys)
+    blocks = [_blocks(len(keys), len(q_BTND), tile, plan.groups) for tile in plan.tiles]
+    if len(blocks) == 1 and len(blocks[0]) == 1:
+        batch = slice(0, len(q_BTND))
+        result, share = _forward_tile(queries, keys, values, plan.tiles[0], plan, batch)
+        return result, (queries, keys, values), [share]
     results, shares = torch.empty(queries.shape), []
-    for tile in plan.tiles:
-        for block in _blocks(len(keys), len(q_BTND), tile, plan.groups):
+    for tile, tile_blocks in zip(plan.tiles, blocks, strict=True):
+        for block in tile_blocks:
             query = _rows_of(queries, tile, block, plan.groups)
             heads = block.heads
             result, share = _forward_tile(

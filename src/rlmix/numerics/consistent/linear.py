@@ -14,25 +14,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlmix.numerics.consistent.contract import min_rows, rounded
-from rlmix.numerics.consistent.tree import tree_all_reduce, tree_sum
+from rlmix.numerics.consistent.tree import tree_all_reduce
 
 
 def _float_rows(x: Tensor) -> Tensor:
     """[M, K] float32 with at least `min_rows` rows."""
     rows_MK = x.reshape(-1, x.shape[-1]).float()
-    missing = min_rows() - len(rows_MK)
+    missing = min_rows() - rows_MK.shape[0]
     return F.pad(rows_MK, (0, 0, 0, missing)) if missing > 0 else rows_MK
+
+
+def _float_weight(weight_NK: Tensor) -> Tensor:
+    if weight_NK.stride(-1) != 1:
+        # For narrow products MKL adds in another order when the weight is stored transposed.
+        raise ValueError(
+            f"consistent linear: a weight {tuple(weight_NK.shape)} with strides "
+            f"{weight_NK.stride()}; the inputs of an output must lie side by side"
+        )
+    return weight_NK.float()
 
 
 def _finish(
     y_MN: Tensor, x: Tensor, residual: Tensor | None, round_to: torch.dtype | None
 ) -> Tensor:
-    num_rows = x.shape[:-1].numel()
-    y = y_MN[:num_rows] if len(y_MN) > num_rows else y_MN
-    y = y.reshape(*x.shape[:-1], -1)
+    if x.ndim != 2 or y_MN.shape[0] != x.shape[0]:
+        y_MN = y_MN[: x.shape[:-1].numel()].reshape(*x.shape[:-1], -1)
     if residual is not None:
-        y = y.add_(residual)
-    return rounded(y, round_to).to(x.dtype)
+        y_MN = y_MN.add_(residual)
+    return rounded(y_MN, round_to).to(x.dtype)
 
 
 def linear(
@@ -49,11 +58,13 @@ def linear(
         weight_NK: float32 or bfloat16; BF16 weights that are used often are best held in float32.
         residual: added in float32 before the rounding, [..., N].
         round_to: the result is a number of this dtype, held in x's; None: x's own.
+    Raises:
+        ValueError: the weight is stored with outputs side by side.
     Returns:
         [..., N] of x's dtype. Gradients are float32 sums, rounded only to the dtype of what they
         belong to.
     """
-    return _finish(F.linear(_float_rows(x), weight_NK.float()), x, residual, round_to)
+    return _finish(F.linear(_float_rows(x), _float_weight(weight_NK)), x, residual, round_to)
 
 
 def row_parallel_linear(
@@ -74,7 +85,8 @@ def row_parallel_linear(
         group: the tensor parallel process group, ranks in the order of K.
         residual: added after the tree; the same on every rank.
     Raises:
-        ValueError: the processes do not divide the leaves, or the leaves not this process's K.
+        ValueError: as in `linear`; or the leaves are no power of two, the processes do not divide
+            them, or a process's leaves not its K.
     """
     world = 1
     if group is not None:
@@ -82,13 +94,20 @@ def row_parallel_linear(
 
         world = dist.get_world_size(group)
     local, rest = divmod(leaves, world)
-    if rest or local == 0 or x.shape[-1] % local:
+    if rest or local == 0 or local & (local - 1) or x.shape[-1] % local:
         raise ValueError(
             f"row-parallel linear: {leaves} leaves over {world} processes and K={x.shape[-1]} a "
             "process; processes must divide the leaves, and a process's leaves its K"
         )
     rows_MK, width = _float_rows(x), x.shape[-1] // local
-    leaves_of_rows = rows_MK.split(width, dim=1)
-    leaves_of_weight = weight_NK.float().split(width, dim=1)
-    parts = [F.linear(*leaf) for leaf in zip(leaves_of_rows, leaves_of_weight, strict=True)]
-    return _finish(tree_all_reduce(tree_sum(parts), group), x, residual, round_to)
+    leaves_of_rows = rows_MK.view(len(rows_MK), local, width).transpose(0, 1)
+    leaves_of_weight = _float_weight(weight_NK).unflatten(1, (local, width)).permute(1, 2, 0)
+    parts = torch.bmm(leaves_of_rows, leaves_of_weight)
+    return _finish(tree_all_reduce(_tree_sum(parts), group), x, residual, round_to)
+
+
+def _tree_sum(parts: Tensor) -> Tensor:
+    """`tree_sum` over the first dimension of one tensor."""
+    while len(parts) > 1:
+        parts = parts[::2] + parts[1::2]
+    return parts[0]

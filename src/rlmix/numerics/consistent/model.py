@@ -80,9 +80,9 @@ class Ranks:
 
 ALONE = Ranks(tensor=None, experts=None, first_expert=0)
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, queries [M, N, D], keys [M, key heads, D], values) -> [M, N, D], rounded as the spec
-says. Keys and values are those of the rows; where they go is the caller's business."""
+Attend = Callable[[int, Tensor, Tensor], Tensor]
+"""(layer, queries [M, N, D], new [M, 2 * key heads, D]) -> [M, N, D], rounded as the spec says.
+`new` holds the rows' keys, then their values; where they go is the caller's business."""
 
 
 def tensors_of(state: Mapping[str, Tensor], spec: ModelSpec) -> ModelTensors:
@@ -189,10 +189,9 @@ def _attend(
     rotated, values = heads.split((num_rotated, spec.num_kv_heads), dim=1)
     if layer.qk_norm is not None:
         rotated = rms_norm(rotated, layer.qk_norm, eps=spec.rms_eps)
-    rotated = rope(rotated, rotations_2MD, round_to=spec.round_to)
-    values = rounded(values, spec.round_to)
-    queries, keys = rotated.split((spec.num_heads, spec.num_kv_heads), dim=1)
-    return attend_rows(index, queries, keys, values).reshape(len(hidden_MH), -1)
+    heads = rounded(torch.cat((rope(rotated, rotations_2MD), values), dim=1), spec.round_to)
+    queries, new = heads.split((spec.num_heads, 2 * spec.num_kv_heads), dim=1)
+    return attend_rows(index, queries, new).reshape(len(hidden_MH), -1)
 
 
 def _dense_mlp(
@@ -246,13 +245,11 @@ def train_hidden(
     groups = spec.num_heads // spec.num_kv_heads
     plan = plan_attention(torch.arange(length)[None], groups=groups, tiling=tiling)
 
-    def attend_rows(_layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        def sequences(rows: Tensor) -> Tensor:
-            return rows.view(batch, length, *rows.shape[1:])
-
-        keys, values = (sequences(rows).transpose(1, 2) for rows in (keys, values))
-        result = attend(sequences(queries), keys, values, plan, round_to=spec.round_to)
-        return result.flatten(0, 1)
+    def attend_rows(_layer: int, queries: Tensor, new: Tensor) -> Tensor:
+        by_row = new.view(batch, length, *new.shape[1:]).transpose(1, 2)
+        keys, values = by_row.chunk(2, dim=1)
+        rows = queries.view(batch, length, *queries.shape[1:])
+        return attend(rows, keys, values, plan, round_to=spec.round_to).flatten(0, 1)
 
     rotations = table[:, :length].repeat(1, batch, 1)
     hidden = run_layers(tensors, spec, ids_BT.reshape(-1), rotations, attend_rows)

@@ -34,7 +34,8 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    return (x * x).sum(-1, keepdim=True).div_(x.shape[-1]).add_(eps).sqrt_().reciprocal_()
+    # torch's mean is a sum and one division; its rsqrt on a CPU is a root and one division.
+    return (x * x).mean(-1, keepdim=True).add_(eps).rsqrt_()
 
 
 def rms_norm(

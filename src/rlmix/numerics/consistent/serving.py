@@ -93,10 +93,9 @@ class CacheAttention:
         self._cache, self._step, self._write_index = cache, step, write_index
         self._round_to = round_to
 
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        cache = self._cache[layer]
-        new = torch.cat((keys, values), dim=1).view(-1, keys.shape[-1])
-        cache.view(-1, keys.shape[-1]).index_copy_(0, self._write_index, new)
+    def __call__(self, layer: int, queries: Tensor, new: Tensor) -> Tensor:
+        cache, dim = self._cache[layer], new.shape[-1]
+        cache.view(-1, dim).index_copy_(0, self._write_index, new.reshape(-1, dim))
         if len(self._step) == 1 and self._step[0].last == len(queries):
             return self._attend(cache, queries, self._step[0])
         out = torch.zeros(queries.shape)

@@ -62,7 +62,8 @@ class SlotEngine:
         for piece in pieces:
             starts.append(starts[-1] + len(piece.ids))
 
-        def attend_rows(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def attend_rows(layer: int, queries: Tensor, new: Tensor) -> Tensor:
+            keys, values = new.chunk(2, dim=1)
             out = torch.empty(queries.shape)
             for number, piece in enumerate(pieces):
                 rows = slice(starts[number], starts[number + 1])
