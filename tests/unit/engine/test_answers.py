@@ -111,6 +111,7 @@ def test_experts_travel_in_binary_with_shape_and_type():
         ({"output_token_sampling_logprobs": [[-0.7, 0.5], [0]]}, r"0\.5 is above 0"),
         ({"output_token_sampling_logprobs": [["a", -1], [0]]}, "could not convert"),
         ({"output_token_sampling_logprobs": [-1.0, 0]}, "lacks or misplaces a field"),
+        ({"output_token_sampling_mask_length": [2, 3]}, r"hold \[2, 1\] ids.*kept \[2, 3\]"),
         ({"weight_versions": [{"version": "1", "start": 0, "end": 1}]}, "do not cover 2 tokens"),
     ],
 )
