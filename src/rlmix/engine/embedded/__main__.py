@@ -30,6 +30,11 @@ larger batches, which cost less per token."""
 def main(argv: list[str] | None = None) -> int:
     started_s = time.monotonic()
     parser = server_parser(prog=PROG, description="An SGLang-shaped server for a small model.")
+    parser.add_argument(
+        "--enable-return-routed-experts",
+        action="store_true",
+        help="record which experts each token took, for requests that ask",
+    )
     arguments = parser.parse_args(argv)
     if arguments.parent_pid is not None:
         die_with_parent(arguments.parent_pid)
@@ -74,6 +79,10 @@ async def _serve(arguments: argparse.Namespace, profile: Profile, *, started_s: 
     folder = Path(arguments.model_path)
     numerics = numerics_of(arguments, engine="embedded")
     shape = read_shape(read_config(folder))
+    if arguments.enable_return_routed_experts and not shape.moe_layers:
+        raise ConfigError(
+            f"--enable-return-routed-experts: the model in {folder} has no experts; leave it out"
+        )
     context_length = min(arguments.context_length or shape.context_length, shape.context_length)
     # Twice what the slots hold: running requests and as much again of remembered contexts.
     default_total = 2 * arguments.max_running_requests * context_length
@@ -86,6 +95,7 @@ async def _serve(arguments: argparse.Namespace, profile: Profile, *, started_s: 
         context_length=context_length,
         max_total_tokens=arguments.max_total_tokens or default_total,
         mask_cap=arguments.sampling_mask_max_tokens,
+        records_routes=arguments.enable_return_routed_experts,
     )
     server = EmbeddedServer(
         scheduler,

@@ -19,6 +19,7 @@ from torch.nn import functional
 from rlmix.engine.embedded.attention import Attention, Chunk, Span
 from rlmix.engine.embedded.kv import KvCache
 from rlmix.engine.embedded.profile import Profile
+from rlmix.engine.embedded.routes import RouteCache
 from rlmix.engine.embedded.shape import ModelShape
 from rlmix.engine.embedded.weights import LayerWeights, ModelWeights
 from rlmix.numerics.fp8 import fake_quantize_kv
@@ -49,9 +50,18 @@ class Step:
 class Forward:
     """The model's arithmetic for one profile and one KV cache."""
 
-    def __init__(self, shape: ModelShape, profile: Profile, cache: KvCache) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        profile: Profile,
+        cache: KvCache,
+        *,
+        routes: RouteCache | None = None,
+    ) -> None:
+        """`routes` gets the experts of every row; None records nothing."""
         self._shape = shape
         self._cache = cache
+        self._routes = routes
         self._attention = Attention(shape, profile, cache)
         self._rounds = profile.activations == "bf16"
         self._rounds_cache_to_fp8 = profile.kv == "fp8"
@@ -73,11 +83,14 @@ class Forward:
         is_decode = step.num_decoding > 0
         hidden_TH = weights.embedding.index_select(0, rows.token_ids_T)
         rotations_T = self._rotations.index_select(0, rows.positions_T)[:, None]
+        taken: list[tuple[Tensor, Tensor]] | None = None if self._routes is None else []
         for index, layer in enumerate(weights.layers):
             queries_T = self._queries(index, layer, hidden_TH, rotations_T, rows.write_index)
             attended_T = self._attention.attend(index, queries_T, spans, is_decode=is_decode)
             hidden_TH = self._round(torch.addmm(hidden_TH, self._round(attended_T), layer.out))
-            hidden_TH = self._mlp(layer, hidden_TH)
+            hidden_TH = self._mlp(layer, hidden_TH, taken)
+        if self._routes is not None and taken is not None:
+            self._routes.write(rows.slots_T, rows.positions_T, taken)
         wanted_H = hidden_TH if rows.logit_rows is None else hidden_TH[rows.logit_rows]
         final = self._round(_norm(wanted_H, weights.final_norm, self._hidden_floor))
         return torch.mm(final, weights.head)[: rows.num_logits]
@@ -125,13 +138,20 @@ class Forward:
         self._attention.write(index, write_index, cached)
         return queries
 
-    def _mlp(self, layer: LayerWeights, hidden_TH: Tensor) -> Tensor:
-        """Adds the layer's MLP to the residual stream."""
+    def _mlp(
+        self,
+        layer: LayerWeights,
+        hidden_TH: Tensor,
+        taken: list[tuple[Tensor, Tensor]] | None,
+    ) -> Tensor:
+        """Adds the layer's MLP to the residual stream, and its routes to `taken`."""
         normed = self._round(_norm(hidden_TH, layer.post_norm, self._hidden_floor))
         if layer.router is None:
             inner = self._gated(torch.mm(normed, layer.gate_up[0]))
             return self._round(torch.addmm(hidden_TH, inner, layer.down[0]))
         chosen_TK, share_TK = self._route(layer.router, normed)
+        if taken is not None:
+            taken.append((chosen_TK, share_TK))
         if self._batches_experts:
             outputs_TKH = self._experts_batched(layer, normed, chosen_TK)
         else:
@@ -208,6 +228,7 @@ class _Rows:
             self.token_ids_T = torch.cat((self.token_ids_T, zeros))
             self.positions_T = torch.cat((self.positions_T, zeros))
             slots = torch.cat((slots, torch.full((padding,), cache.num_slots)))
+        self.slots_T = slots
         self.write_index = cache.write_index(slots, self.positions_T)
         self.logit_rows: Tensor | None = None
         self.num_logits = step.num_decoding

@@ -1,4 +1,4 @@
-"""Keys and values of finished contexts, found again by their token ids.
+"""Keys and values of finished contexts, and their routes, found again by their token ids.
 
 A radix tree: each node holds a run of token ids and their keys and values, so contexts that start
 alike share what they have in common. Invariant: a node's values were computed by the current
@@ -13,17 +13,26 @@ import torch
 from torch import Tensor
 
 from rlmix.engine.embedded.kv import KvCache
+from rlmix.engine.embedded.routes import RouteCache, Routes
 
 TOKEN_AXIS = 3
 """Of a node's values, [layers, 2, kv heads, tokens, D]."""
 
 
 class _Node:
-    __slots__ = ("children", "ids", "parent", "used", "values")
+    __slots__ = ("children", "ids", "parent", "routes", "used", "values")
 
-    def __init__(self, ids: np.ndarray, values: Tensor, parent: "_Node | None", used: int) -> None:
+    def __init__(
+        self,
+        ids: np.ndarray,
+        values: Tensor,
+        routes: Routes | None,
+        parent: "_Node | None",
+        used: int,
+    ) -> None:
         self.ids = ids
         self.values = values
+        self.routes = routes
         self.parent = parent
         self.used = used
         self.children: dict[int, _Node] = {}
@@ -32,9 +41,13 @@ class _Node:
 class PrefixCache:
     """Prefixes per salt, at most `max_tokens` of them, the least recently used dropped first."""
 
-    def __init__(self, cache: KvCache, *, dtype: torch.dtype) -> None:
-        """`dtype` must hold every value of the cache exactly: bfloat16 does for BF16 and E4M3."""
+    def __init__(
+        self, cache: KvCache, *, dtype: torch.dtype, routes: RouteCache | None = None
+    ) -> None:
+        """`dtype` must hold every value of the cache exactly: bfloat16 does for BF16 and E4M3.
+        With `routes`, those of a prefix are kept and filled in with its keys and values."""
         self._cache = cache
+        self._routes = routes
         self._dtype = dtype
         self._roots: dict[str, _Node] = {}
         self._clock = itertools.count(1)
@@ -48,6 +61,8 @@ class PrefixCache:
         position = 0
         for node, length in self._walk(ids[:-1], salt=salt):
             self._cache.write(slot, position, node.values.narrow(TOKEN_AXIS, 0, length))
+            if self._routes is not None and node.routes is not None:
+                self._routes.fill(slot, position, node.routes.part(0, length))
             position += length
         return position
 
@@ -60,13 +75,16 @@ class PrefixCache:
         node = self._roots.get(salt)
         if node is None:
             empty = self._cache.read(slot, 0, 0, dtype=self._dtype)
-            node = self._roots[salt] = _Node(ids[:0], empty, None, 0)
+            node = self._roots[salt] = _Node(ids[:0], empty, None, None, 0)
         position = 0
         while position < len(ids):
             child = node.children.get(int(ids[position]))
             if child is None:
                 values = self._cache.read(slot, position, len(ids), dtype=self._dtype)
-                leaf = _Node(ids[position:].copy(), values, node, next(self._clock))
+                routes = None
+                if self._routes is not None:
+                    routes = self._routes.read(slot, position, len(ids))
+                leaf = _Node(ids[position:].copy(), values, routes, node, next(self._clock))
                 node.children[int(ids[position])] = leaf
                 self.num_tokens += len(leaf.ids)
                 return
@@ -117,12 +135,15 @@ class PrefixCache:
         upper = _Node(
             node.ids[:length],
             node.values.narrow(TOKEN_AXIS, 0, length).clone(),
+            None if node.routes is None else node.routes.part(0, length),
             parent,
             node.used,
         )
         parent.children[int(node.ids[0])] = upper
         rest = len(node.ids) - length
         node.values = node.values.narrow(TOKEN_AXIS, length, rest).clone()
+        if node.routes is not None:
+            node.routes = node.routes.part(length, len(node.ids))
         node.ids = node.ids[length:]
         node.parent = upper
         upper.children[int(node.ids[0])] = node

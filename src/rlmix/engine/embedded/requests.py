@@ -15,6 +15,7 @@ import numpy as np
 from rlmix.core.candidates import Candidates
 from rlmix.core.trajectory import VersionSpan
 from rlmix.engine import wire
+from rlmix.engine.embedded.routes import Routes
 from rlmix.engine.http import RequestError
 from rlmix.engine.protocol import GREEDY_TEMPERATURE
 from rlmix.engine.sampling import UniformStream
@@ -58,6 +59,8 @@ class Request:
         num_top_logprobs: int,
         mask_mode: str | None,
         salt: str,
+        routes_start: int | None = None,
+        wants_shares: bool = False,
     ) -> None:
         """`temperature` is already 1 and `top_k` 1 for a greedy request; `top_k` is V for all."""
         self.rid = rid
@@ -72,6 +75,11 @@ class Request:
         self.num_top_logprobs = num_top_logprobs
         self.mask_mode = mask_mode
         self.salt = salt
+        self.routes_start = routes_start
+        """First position whose routes are asked for; None: none are."""
+        self.wants_shares = wants_shares
+        self.routes: Routes | None = None
+        """Of the positions from 0; None until the request leaves a slot."""
         self.arrived_s = time.monotonic()
         self.first_token_s = 0.0
         self.finished_s = 0.0
@@ -127,6 +135,9 @@ class Request:
     def answer(self, *, weight_version: int) -> wire.Answer:
         """What was sampled and recorded."""
         assert self.finish_reason is not None
+        routes = None if self.routes_start is None else self.routes
+        if routes is not None:
+            routes = routes.part(self.routes_start or 0, len(routes))
         return wire.Answer(
             rid=self.rid,
             output_ids=self.output_ids,
@@ -144,6 +155,8 @@ class Request:
             kept=_joined(self.kept_sets) if self.mask_mode else None,
             tells_support=self.mask_mode == "support",
             head=_joined(self.heads) if self.num_top_logprobs else None,
+            experts=None if routes is None else routes.ids,
+            expert_shares=None if routes is None or not self.wants_shares else routes.shares,
         )
 
 
@@ -208,6 +221,15 @@ def parse_request(
             raise RequestError(
                 400, f"sampling_logprobs_mode={mask_mode!r}; allowed: {', '.join(MASK_MODES)}"
             )
+    routes_start = None
+    if body.get("return_routed_experts"):
+        routes_start = _whole(body, "routed_experts_start_len", 0, low=0)
+        if routes_start > len(prompt):
+            raise RequestError(
+                400,
+                f"routed_experts_start_len={routes_start}; allowed: 0 to the {len(prompt)} input "
+                "tokens",
+            )
     stop_ids: frozenset[int] = frozenset()
     if not params.get("ignore_eos"):
         stop_ids = frozenset((*eos_ids, *_stop_ids(params)))
@@ -225,6 +247,8 @@ def parse_request(
         num_top_logprobs=num_top_logprobs,
         mask_mode=mask_mode,
         salt=str(body.get("cache_salt") or ""),
+        routes_start=routes_start,
+        wants_shares=bool(body.get("return_expert_shares")),
     )
 
 

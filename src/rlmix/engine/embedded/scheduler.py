@@ -17,6 +17,7 @@ from rlmix.engine.embedded.kv import KvCache
 from rlmix.engine.embedded.prefix import PrefixCache
 from rlmix.engine.embedded.profile import Profile
 from rlmix.engine.embedded.requests import Request
+from rlmix.engine.embedded.routes import RouteCache
 from rlmix.engine.embedded.sampler import Sampler
 from rlmix.engine.embedded.shape import ModelShape
 from rlmix.engine.embedded.stats import EngineStats
@@ -46,7 +47,9 @@ class Scheduler:
         context_length: int,
         max_total_tokens: int,
         mask_cap: int,
+        records_routes: bool = False,
     ) -> None:
+        """`records_routes`: remember the experts of every position, for requests that ask."""
         self.shape = shape
         self.weights = weights
         self.version = version
@@ -54,12 +57,15 @@ class Scheduler:
         self.max_total_tokens = max_total_tokens
         self.cache = KvCache(shape, num_slots=max_running, context_length=context_length)
         dtype = torch.float32 if profile.kv == "fp32" else torch.bfloat16
-        self.prefixes = PrefixCache(self.cache, dtype=dtype)
+        self._routes: RouteCache | None = None
+        if records_routes:
+            self._routes = RouteCache(shape, num_slots=max_running, capacity=self.cache.capacity)
+        self.prefixes = PrefixCache(self.cache, dtype=dtype, routes=self._routes)
         self.stats = EngineStats()
         self.is_paused = False
         self.is_holding = False
         """True while an update waits for the running requests: nobody new is admitted."""
-        self._forward = Forward(shape, profile, self.cache)
+        self._forward = Forward(shape, profile, self.cache, routes=self._routes)
         self._sampler = Sampler(mask_cap=mask_cap)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -117,7 +123,8 @@ class Scheduler:
         if mode == "abort":
             self.abort(None)
         elif mode == "retract":
-            for request in reversed(self._running):
+            for slot, request in reversed(list(enumerate(self._running))):
+                self._take_routes(request, slot)
                 request.num_computed = 0
                 request.num_retractions += 1
                 self._waiting.appendleft(request)
@@ -256,6 +263,7 @@ class Scheduler:
         """Take a request out of its slot and close the gap: the last decoding request moves into
         it, and the last prompt into that one's place."""
         slot = self._running.index(request)
+        self._take_routes(request, slot)
         self._committed_tokens -= request.max_length
         if slot < self._num_decoding:
             self._num_decoding -= 1
@@ -264,10 +272,26 @@ class Scheduler:
         self._move(len(self._running) - 1, slot)
         self._running.pop()
 
+    def _take_routes(self, request: Request, slot: int) -> None:
+        """Give a request that leaves its slot the routes of what it has computed there.
+
+        Those it took along from an earlier slot stay as they are: each position keeps the route
+        that it had when the token after it was sampled, not that of a later recomputation. While a
+        prompt is not complete nothing was sampled, and a recomputation replaces all of it.
+        """
+        if self._routes is None or request.routes_start is None:
+            return
+        if request.output_ids:
+            start = 0 if request.routes is None else len(request.routes)
+            more = self._routes.read(slot, start, max(start, request.num_computed))
+            request.routes = more if request.routes is None else request.routes.followed_by(more)
+
     def _move(self, source: int, target: int) -> None:
         if source != target:
             request = self._running[source]
             self.cache.move(source, target, num_tokens=request.num_computed)
+            if self._routes is not None:
+                self._routes.move(source, target, num_tokens=request.num_computed)
             self._running[target] = request
 
     def _finish(self, request: Request, reason: dict[str, object]) -> None:
