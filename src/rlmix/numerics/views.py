@@ -1,158 +1,96 @@
 """Weight views: the tensors of one checkpoint in the format that a pool's engine loads.
 
 `encode_view` turns BF16 weights into the tensors on disk, `decode_view` turns those into the
-float32 values that an engine with that format multiplies by. Invariant: encoding quantises the
-attention and MLP projections and nothing else; router, norms, embeddings and output head keep
-their bits. Each view is made from the BF16 weights, never from another view.
+float32 values that an engine with that format multiplies by. Invariant: a matrix that the view does
+not quantise keeps its bits. Each view is made from the BF16 weights, never from another view.
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from rlmix.core.errors import DataError
-from rlmix.numerics import fp8, nvfp4
+from rlmix.numerics import bf16, fp8, nvfp4
 from rlmix.numerics.checks import finite_amax
+from rlmix.numerics.view_spec import SHARED_SCALE, ViewSpec, is_passed_through, parse_view
 
-VIEWS = ("bf16", "fp8", "nvfp4")
-
-_LINEAR = re.compile(
-    r".*\.(self_attn\.[qkvo]_proj|mlp\.(experts\.\d+\.)?(gate|up|down)_proj)\.weight"
-)
 _FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
 
-SHARED_SCALE = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("gate_proj", "up_proj"),
-)
-"""Projections that an engine fuses into one matrix and that therefore share a tensor scale."""
-
-UNQUANTISED = ("lm_head", "model.embed_tokens", "*.mlp.gate", "*norm*")
-"""Module patterns that no view quantises, as checkpoint configs spell them."""
-
-
-def is_quantised_linear(name: str) -> bool:
-    """True for the weights that the fp8 and nvfp4 views store quantised."""
-    return _LINEAR.fullmatch(name) is not None
+_SUFFIXES = {
+    "blocks": ("", "_scale_inv"),
+    "channels": ("", "_scale"),
+    "modelopt": ("", "_scale", "_scale_2"),
+    "compressed-tensors": ("_packed", "_scale", "_global_scale"),
+}
+"""Convention -> what follows `X.weight` in the names on disk, the codes first."""
 
 
-def encode_view(state: Mapping[str, Tensor], view: str) -> dict[str, Tensor]:
+def encode_view(state: Mapping[str, Tensor], view: str | ViewSpec) -> dict[str, Tensor]:
     """Tensors on disk for a view.
 
     Args:
         state: weights by Hugging Face name. Experts may be fused as Transformers holds them in
             memory (`experts.gate_up_proj` [E, 2I, H], `experts.down_proj` [E, H, I]); on disk
             they are one matrix each, as engines load them.
-        view: `bf16`; `fp8` (`X.weight` e4m3 and `X.weight_scale_inv`); `nvfp4` (`X.weight`
-            uint8, `X.weight_scale` e4m3, `X.weight_scale_2`).
+        view: a spec or its text, see `view_spec`. Names for a matrix X: fp8 `X.weight` and
+            `X.weight_scale_inv` (channels: `X.weight_scale`); nvfp4 `X.weight`, `X.weight_scale`,
+            `X.weight_scale_2` (compressed-tensors: `X.weight_packed`, `X.weight_scale`,
+            `X.weight_global_scale`).
     Raises:
-        DataError: unknown view; a weight holds NaN or Inf, or does not divide into blocks.
+        DataError: unknown view; a weight holds NaN or Inf, or does not divide into blocks; nothing
+            to quantise.
     """
-    _check_view(view)
+    spec = parse_view(view)
     named = dict(split_experts(state))
-    shared = _shared_amax(named) if view == "nvfp4" else {}
+    quantised = [name for name in named if spec.quantises(name)]
+    if spec.scope == "experts" and not quantised:
+        raise DataError(
+            f"view {spec}: the model has no expert matrices (mlp.experts.N.*_proj); use "
+            f"{spec.view} without `experts`"
+        )
+    shared = _shared_amax(named, quantised) if spec.view == "nvfp4" else {}
     encoded: dict[str, Tensor] = {}
     for name, tensor in named.items():
-        if view == "bf16" or not is_quantised_linear(name):
-            finite_amax(tensor, name=name, convention=f"{view} view")
-            encoded[name] = tensor.to(torch.bfloat16).contiguous()
-        elif view == "fp8":
-            blocks = fp8.quantize_blocks(tensor, name=name)
-            encoded[name] = blocks.data_e4m3
-            encoded[f"{name}_scale_inv"] = blocks.scale_inv_f32
+        if spec.quantises(name):
+            parts = _ENCODERS[spec.convention](tensor, name, spec, shared.get(name))
+            suffixes = _SUFFIXES[spec.convention]
+            encoded |= {f"{name}{suffix}": p for suffix, p in zip(suffixes, parts, strict=True)}
         else:
-            if tensor.shape[-1] % nvfp4.BLOCK:
-                raise DataError(
-                    f"nvfp4: {name} has {tensor.shape[-1]} columns; a checkpoint needs a multiple "
-                    f"of {nvfp4.BLOCK}"
-                )
-            quantised = nvfp4.quantize(tensor, amax=shared.get(name), name=name)
-            encoded[name] = quantised.packed_uint8
-            encoded[f"{name}_scale"] = quantised.block_scale_e4m3
-            encoded[f"{name}_scale_2"] = quantised.tensor_scale_f32
+            encoded[name] = bf16.cast(tensor, name=name)
     return encoded
 
 
-def decode_view(tensors: Mapping[str, Tensor], view: str) -> dict[str, Tensor]:
+def decode_view(tensors: Mapping[str, Tensor], view: str | ViewSpec) -> dict[str, Tensor]:
     """Float32 weights by plain name: what an engine computes with when it loads `tensors`.
 
     Raises:
         DataError: unknown view, a scale is missing, or a dtype or shape does not fit the view.
     """
-    _check_view(view)
+    spec = parse_view(view)
+    suffixes = _SUFFIXES.get(spec.convention, ("",))
     decoded: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.endswith(("_scale", "_scale_2", "_scale_inv")):
             continue
-        if view == "bf16" or not is_quantised_linear(name):
-            if not tensor.is_floating_point() or tensor.dtype == torch.float8_e4m3fn:
-                raise DataError(f"{view} view: {name} has dtype {tensor.dtype}; expected bf16")
-            decoded[name] = tensor.float()
-        elif view == "fp8":
-            scale_inv = _part(tensors, f"{name}_scale_inv", view=view)
-            decoded[name] = fp8.from_parts(tensor, scale_inv, name=name).dequantize()
+        plain = name.removesuffix(suffixes[0]) if suffixes[0] else name
+        if spec.quantises(plain):
+            parts = [_part(tensors, f"{plain}{suffix}", view=spec.view) for suffix in suffixes]
+            decoded[plain] = _DECODERS[spec.convention](parts, plain)
         else:
-            block_scale = _part(tensors, f"{name}_scale", view=view)
-            tensor_scale = _part(tensors, f"{name}_scale_2", view=view)
-            parts = nvfp4.from_parts(tensor, block_scale, tensor_scale, name=name)
-            decoded[name] = parts.dequantize()
+            if not tensor.is_floating_point() or tensor.dtype == torch.float8_e4m3fn:
+                raise DataError(f"{spec.view} view: {name} has dtype {tensor.dtype}; expected bf16")
+            decoded[name] = tensor.float()
     return decoded
 
 
-def quantization_config(view: str) -> dict[str, Any] | None:
-    """The `quantization_config` section of a view folder's config.json; None for bf16."""
-    _check_view(view)
-    if view == "fp8":
-        return {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [128, 128],
-            "modules_to_not_convert": list(UNQUANTISED),
-        }
-    if view == "nvfp4":
-        return {
-            "quant_method": "modelopt",
-            "quant_algo": "NVFP4",
-            "config_groups": {
-                "group_0": {
-                    "weights": {"num_bits": 4, "type": "float", "group_size": nvfp4.BLOCK},
-                    "targets": ["Linear"],
-                }
-            },
-            "ignore": list(UNQUANTISED),
-        }
-    return None
-
-
-def view_of_config(config: Mapping[str, Any]) -> str:
-    """Which view a model folder's config.json declares.
-
-    Raises:
-        DataError: a quantisation that is none of ours.
-    """
-    section = config.get("quantization_config")
-    if section is None:
-        return "bf16"
-    method, algo = section.get("quant_method"), section.get("quant_algo")
-    if method == "fp8" and section.get("weight_block_size") == [128, 128]:
-        return "fp8"
-    if method == "modelopt" and algo == "NVFP4":
-        return "nvfp4"
-    raise DataError(
-        f"config.json: quantization_config has quant_method={method!r}, quant_algo={algo!r}, "
-        f"weight_block_size={section.get('weight_block_size')!r}; views are {', '.join(VIEWS)}"
-    )
-
-
 def split_experts(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """`state` with fused expert tensors as one matrix per expert and projection (views)."""
+    """`state` with fused expert tensors as one matrix per expert and projection (views). Those of
+    multi-token prediction stay as they are."""
     for name, tensor in state.items():
         match = _FUSED_EXPERTS.fullmatch(name)
-        if match is None:
+        if match is None or is_passed_through(name):
             yield name, tensor
             continue
         prefix, part = match.groups()
@@ -165,19 +103,82 @@ def split_experts(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}{expert}.up_proj.weight", up
 
 
-def _shared_amax(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def split_names(state: Mapping[str, Tensor]) -> list[str]:
+    """Names that `split_experts` gives."""
+    return [name for name, _ in split_experts(state)]
+
+
+def _shared_amax(named: Mapping[str, Tensor], quantised: list[str]) -> dict[str, Tensor]:
     """Weight name -> largest magnitude over the projections that share its tensor scale."""
     shared: dict[str, Tensor] = {}
     for group in SHARED_SCALE:
         first = f"{group[0]}.weight"
-        for name in named:
-            if not (name.endswith(first) and is_quantised_linear(name)):
+        for name in quantised:
+            if not name.endswith(f".{first}"):
                 continue
             stem = name.removesuffix(first)
             members = [f"{stem}{part}.weight" for part in group if f"{stem}{part}.weight" in named]
-            amax = torch.stack([named[member].abs().amax() for member in members]).amax()
-            shared.update(dict.fromkeys(members, amax))
+            amaxes = [
+                finite_amax(named[member], name=member, convention="nvfp4") for member in members
+            ]
+            shared.update(dict.fromkeys(members, torch.stack(amaxes).amax()))
     return shared
+
+
+def _encode_nvfp4(
+    weight: Tensor, name: str, spec: ViewSpec, amax: Tensor | None
+) -> tuple[Tensor, ...]:
+    if weight.shape[-1] % nvfp4.BLOCK:
+        raise DataError(
+            f"nvfp4: {name} has {weight.shape[-1]} columns; a checkpoint needs a multiple of "
+            f"{nvfp4.BLOCK}"
+        )
+    made = nvfp4.quantize(
+        weight,
+        amax=amax,
+        name=name,
+        convention=spec.convention,
+        four_over_six=spec.four_over_six,
+    )
+    tensor_scale = made.tensor_scale_f32
+    if spec.convention == "compressed-tensors":
+        tensor_scale = tensor_scale.reshape(1)
+    return made.packed_uint8, made.block_scale_e4m3, tensor_scale
+
+
+def _encode_blocks(weight: Tensor, name: str, _: ViewSpec, __: Tensor | None) -> tuple[Tensor, ...]:
+    made = fp8.quantize_blocks(weight, name=name)
+    return made.data_e4m3, made.scale_inv_f32
+
+
+def _encode_channels(
+    weight: Tensor, name: str, _: ViewSpec, __: Tensor | None
+) -> tuple[Tensor, ...]:
+    made = fp8.quantize_channels(weight, name=name)
+    return made.data_e4m3, made.scale_inv_f32
+
+
+_ENCODERS: dict[str, Callable[[Tensor, str, ViewSpec, Tensor | None], tuple[Tensor, ...]]] = {
+    "blocks": _encode_blocks,
+    "channels": _encode_channels,
+    "modelopt": _encode_nvfp4,
+    "compressed-tensors": _encode_nvfp4,
+}
+
+
+def _decode_channels(parts: list[Tensor], name: str) -> Tensor:
+    data, scale = parts
+    return fp8.from_parts(data, scale, name=name, block=(1, data.shape[-1])).dequantize()
+
+
+_DECODERS: dict[str, Callable[[list[Tensor], str], Tensor]] = {
+    "blocks": lambda parts, name: fp8.from_parts(*parts, name=name).dequantize(),
+    "channels": _decode_channels,
+    "modelopt": lambda parts, name: nvfp4.from_parts(*parts, name=name).dequantize(),
+    "compressed-tensors": lambda parts, name: nvfp4.from_parts(
+        *parts, name=name, convention="compressed-tensors"
+    ).dequantize(),
+}
 
 
 def _part(tensors: Mapping[str, Tensor], name: str, *, view: str) -> Tensor:
@@ -185,8 +186,3 @@ def _part(tensors: Mapping[str, Tensor], name: str, *, view: str) -> Tensor:
         return tensors[name]
     except KeyError:
         raise DataError(f"{view} view: tensor {name} is missing from the checkpoint") from None
-
-
-def _check_view(view: str) -> None:
-    if view not in VIEWS:
-        raise DataError(f"view {view!r} is unknown; views are {', '.join(VIEWS)}")

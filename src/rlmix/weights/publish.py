@@ -38,7 +38,16 @@ from rlmix.weights.store import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlmix.numerics.view_spec import ViewSpec
+
 WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+SHARD_BYTES = 5 * 10**9
+"""Five gigabytes, as Hugging Face cuts checkpoints."""
+
+STALE_QUANTIZATION = ("hf_quant_config.json",)
+"""Files of a model folder that speak of its own quantisation, which a view does not have."""
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 """Weight files of the model folder would shadow ours in a loader."""
@@ -78,34 +87,48 @@ def publish_version(
     *,
     version: int,
     store: Path,
-    views: Sequence[str],
+    views: "Sequence[str | ViewSpec]",
     model_files: Path,
+    shard_bytes: int = SHARD_BYTES,
 ) -> PublishReport:
     """Write `<store>/<view>/v%06d/` for every view.
 
     Args:
         state_bf16: tensors by their names in a Hugging Face checkpoint, CPU, bfloat16.
         version: >= 0, at least the newest of each view.
-        views: `bf16`, `fp8`, `nvfp4`; each once.
+        views: `bf16`, `fp8`, `nvfp4`, each once, with options as `numerics.view_spec` reads them
+            (`nvfp4:experts`).
         model_files: folder with config.json, tokenizer and chat template; its weights are
             not read.
+        shard_bytes: largest weight file; a tensor that is larger has one of its own.
     Raises:
         WeightSyncError: the version exists with other bytes, a newer one exists, or the model
             folder has no config.json. Views before the failing one stay published.
+        DataError: an unknown view, or weights that it cannot hold.
     """
+    from rlmix.numerics.view_spec import parse_view
+
     started_s = time.perf_counter()
-    if version < 0 or not views or len(set(views)) != len(views):
+    specs = [parse_view(view) for view in views]
+    if version < 0 or not specs or len({spec.view for spec in specs}) != len(specs):
         raise WeightSyncError(
-            f"weights: version={version}, views={list(views)}; a version is >= 0 and every view "
-            "is named once"
+            f"weights: version={version}, views={[str(spec) for spec in specs]}; a version is >= 0 "
+            "and every view is named once"
         )
     if not (model_files / "config.json").is_file():
         raise WeightSyncError(
             f"weights: {model_files} has no config.json; model_files must be a Hugging Face folder"
         )
     reports = tuple(
-        _publish_view(state_bf16, version=version, store=store, view=view, model_files=model_files)
-        for view in views
+        _publish_view(
+            state_bf16,
+            version=version,
+            store=store,
+            spec=spec,
+            model_files=model_files,
+            shard_bytes=shard_bytes,
+        )
+        for spec in specs
     )
     return PublishReport(version=version, views=reports, total_s=time.perf_counter() - started_s)
 
@@ -115,11 +138,11 @@ def _publish_view(
     *,
     version: int,
     store: Path,
-    view: str,
+    spec: "ViewSpec",
     model_files: Path,
+    shard_bytes: int,
 ) -> ViewReport:
-    from safetensors.torch import save_file
-
+    view = spec.view
     final = version_dir(store, view, version)
     final.parent.mkdir(parents=True, exist_ok=True)
     newest = newest_version(store, view)
@@ -131,17 +154,17 @@ def _publish_view(
         )
     sweep_unfinished(final.parent)
     encode_started_s = time.perf_counter()
-    tensors, quantization = _encode(state_bf16, view)
+    tensors, quantization = _encode(state_bf16, spec)
     write_started_s = time.perf_counter()
     unfinished = final.with_name(f".new-{final.name}-{os.getpid()}")
     unfinished.mkdir()
-    save_file(tensors, unfinished / WEIGHTS_FILE, metadata={"format": "pt"})
-    sync_path(unfinished / WEIGHTS_FILE)
-    files = {WEIGHTS_FILE: hash_file(unfinished / WEIGHTS_FILE)}
+    files, index = _write_tensors(tensors, unfinished, shard_bytes)
     previous = None if newest is None else version_dir(store, view, newest)
-    contents = _side_files(model_files, quantization)
+    contents = _side_files(model_files, quantization) | {INDEX_FILE: index}
     files |= _write_or_link(contents, folder=unfinished, previous=previous)
-    manifest = Manifest(kind="weights", version=version, view=view, files=files)
+    manifest = Manifest(
+        kind="weights", version=version, view=view, files=files, facts=_facts(spec, state_bf16)
+    )
     if existing is not None:
         shutil.rmtree(unfinished)
         if not existing.same_content(manifest):
@@ -179,25 +202,76 @@ def _intact_manifest(folder: Path) -> Manifest | None:
 
 
 def _encode(
-    state_bf16: Mapping[str, "Tensor"], view: str
+    state_bf16: Mapping[str, "Tensor"], spec: "ViewSpec"
 ) -> tuple[dict[str, "Tensor"], dict[str, Any] | None]:
     """(tensors to write, quantization_config for config.json)."""
-    if view == "bf16":
+    if spec.view == "bf16":
         return dict(state_bf16), None
-    from rlmix.numerics import views
+    from rlmix.numerics.view_config import quantization_config
+    from rlmix.numerics.views import encode_view
 
-    return views.encode_view(dict(state_bf16), view), views.quantization_config(view)
+    return encode_view(state_bf16, spec), quantization_config(spec)
+
+
+def _facts(spec: "ViewSpec", state_bf16: Mapping[str, "Tensor"]) -> dict[str, Any]:
+    """What a reader of the manifest learns without opening a tensor."""
+    from rlmix.numerics.views import split_names
+
+    names = split_names(state_bf16)
+    quantised = sum(spec.quantises(name) for name in names)
+    return {
+        "spec": str(spec),
+        "format": spec.view,
+        "convention": spec.convention,
+        "scope": spec.scope if spec.view != "bf16" else "none",
+        "four_over_six": spec.four_over_six,
+        "quantised_matrices": quantised,
+        "bf16_tensors": len(names) - quantised,
+    }
+
+
+def _write_tensors(
+    tensors: Mapping[str, "Tensor"], folder: Path, shard_bytes: int
+) -> tuple[dict[str, FileEntry], bytes]:
+    """Weight files of at most `shard_bytes` (or one tensor), and the index that names them."""
+    from safetensors.torch import save_file
+
+    shards: list[dict[str, Tensor]] = [{}]
+    held = total = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if shards[-1] and held + size > shard_bytes:
+            shards.append({})
+            held = 0
+        shards[-1][name] = tensor
+        held += size
+        total += size
+    entries, weight_map = {}, {}
+    for number, shard in enumerate(shards, start=1):
+        file = WEIGHTS_FILE
+        if len(shards) > 1:
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        sync_path(folder / file)
+        entries[file] = hash_file(folder / file)
+        weight_map.update(dict.fromkeys(shard, file))
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return entries, json.dumps(index, indent=2).encode()
 
 
 def _side_files(model_files: Path, quantization: dict[str, Any] | None) -> dict[str, bytes]:
-    """config.json with the view's quantisation, and tokenizer and template as they are."""
+    """config.json with the view's quantisation, and tokenizer and template as they are. What the
+    model folder says about its own quantisation is left out."""
     config = json.loads((model_files / "config.json").read_bytes())
-    config.pop("quantization_config", None)
+    for section in (config, config.get("text_config")):
+        if isinstance(section, dict):
+            section.pop("quantization_config", None)
+            section.pop("compression_config", None)
     if quantization is not None:
         config["quantization_config"] = quantization
     contents = {"config.json": json.dumps(config, indent=2).encode()}
     for path in side_files(model_files):
-        if path.name != "config.json":
+        if path.name not in ("config.json", *STALE_QUANTIZATION):
             contents[path.name] = path.read_bytes()
     return contents
 

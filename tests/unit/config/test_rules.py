@@ -58,7 +58,7 @@ def test_known_names_are_those_that_the_rooms_implement() -> None:
     from rlmix.algos.losses import AVERAGES
     from rlmix.algos.sequence_masks import SEQUENCE_MASKS
     from rlmix.engine.embedded import profile
-    from rlmix.numerics.views import VIEWS
+    from rlmix.numerics.view_spec import VIEWS
     from rlmix.observe.sinks import SINKS
     from rlmix.router.strategies import STRATEGIES
     from rlmix.sandbox.backend import BACKENDS

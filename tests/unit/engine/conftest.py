@@ -49,10 +49,11 @@ def write_view(model, folder, view):
     from safetensors.torch import save_file
 
     from rlmix.numerics import views
+    from rlmix.numerics.view_config import quantization_config
 
     folder.mkdir(parents=True)
     config = model.config.to_dict()
-    section = views.quantization_config(view)
+    section = quantization_config(view)
     if section is not None:
         config["quantization_config"] = section
     (folder / "config.json").write_text(json.dumps(config, default=str))

@@ -4,6 +4,8 @@ from safetensors.torch import load_file, save_file
 
 from rlmix.core.errors import DataError
 from rlmix.numerics import fp8, nvfp4, views
+from rlmix.numerics.view_config import quantization_config, view_of_config
+from rlmix.numerics.view_spec import VIEWS
 
 LAYER = "model.layers.0."
 EXPERT = LAYER + "mlp.experts.1."
@@ -89,7 +91,7 @@ def test_projections_that_engines_fuse_share_one_tensor_scale():
 
 def test_decoding_gives_what_the_format_holds_also_after_a_trip_through_a_file(tmp_path):
     original = views.encode_view(state(), "bf16")
-    for view in views.VIEWS:
+    for view in VIEWS:
         path = tmp_path / f"{view}.safetensors"
         save_file(views.encode_view(state(), view), path)
         decoded = views.decode_view(load_file(path), view)
@@ -108,7 +110,7 @@ def test_the_formats_are_ordered_by_error():
     original = views.decode_view(views.encode_view(state(), "bf16"), "bf16")
     name = LAYER + "self_attn.o_proj.weight"
     errors = {}
-    for view in views.VIEWS:
+    for view in VIEWS:
         decoded = views.decode_view(views.encode_view(state(), view), view)
         errors[view] = (decoded[name] - original[name]).abs().mean().item()
     assert errors["bf16"] == 0
@@ -116,12 +118,12 @@ def test_the_formats_are_ordered_by_error():
 
 
 def test_config_sections_name_their_view():
-    for view in views.VIEWS:
-        section = views.quantization_config(view)
+    for view in VIEWS:
+        section = quantization_config(view)
         config = {} if section is None else {"quantization_config": section}
-        assert views.view_of_config(config) == view
+        assert view_of_config(config) == view
     with pytest.raises(DataError, match="quant_method='awq'"):
-        views.view_of_config({"quantization_config": {"quant_method": "awq"}})
+        view_of_config({"quantization_config": {"quant_method": "awq"}})
 
 
 def test_missing_scales_wrong_dtypes_and_unknown_views_say_what_is_wrong():
@@ -136,7 +138,7 @@ def test_missing_scales_wrong_dtypes_and_unknown_views_say_what_is_wrong():
         views.encode_view(state(), "int8")
 
 
-@pytest.mark.parametrize("view", views.VIEWS)
+@pytest.mark.parametrize("view", VIEWS)
 def test_a_nan_anywhere_is_refused_by_name_in_every_view(view):
     broken = state()
     broken["model.norm.weight"][3] = float("nan")

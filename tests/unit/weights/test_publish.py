@@ -53,6 +53,7 @@ def test_a_version_is_a_complete_model_folder_with_a_manifest(tmp_path, model_fi
         "config.json",
         MANIFEST_NAME,
         "model.safetensors",
+        "model.safetensors.index.json",
         "tokenizer.json",
     ]
     loaded = load_file(folder / "model.safetensors")

@@ -16,6 +16,7 @@ from rlmix.core.errors import ConfigError, DataError, WeightSyncError
 from rlmix.engine.embedded.profile import Profile
 from rlmix.engine.embedded.shape import ModelShape, read_shape
 from rlmix.numerics import views
+from rlmix.numerics.view_config import spec_of_config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,15 +80,15 @@ def load_weights(folder: Path, *, shape: ModelShape, profile: Profile) -> ModelW
     """
     config = read_config(folder)
     try:
-        view = views.view_of_config(config)
-        if view != profile.weights:
+        spec = spec_of_config(config)
+        if spec.view != profile.weights:
             raise WeightSyncError(
-                f"weights: {folder} is the {view} view; this replica serves {profile.weights}"
+                f"weights: {folder} is the {spec.view} view; this replica serves {profile.weights}"
             )
         if read_shape(config) != shape:
             raise WeightSyncError(f"weights: {folder} is a model of another shape")
         raw = _read_tensors(folder)
-        state = views.decode_view(raw, view)
+        state = views.decode_view(raw, spec)
         state = dict(views.split_experts(state))
         return _assemble(state, raw, shape=shape, profile=profile)
     except (DataError, ConfigError, KeyError) as error:
