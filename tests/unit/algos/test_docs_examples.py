@@ -161,8 +161,11 @@ def test_replay_renormalises_both_sides_on_the_kept_set():
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.7, [0, 1]), (0.9, [0, 1, 2, 3])])
 def test_the_engine_keeps_the_smallest_set_that_holds_top_p(top_p, kept):
+    logits_BV = Q.log()[None].float().numpy()
     _, sets = sample_truncated(
-        Q.log()[None].float().numpy(),
+        logits_BV,
+        logprobs_BV=logits_BV,
+        temperatures_B=torch.ones(1, dtype=torch.float64).numpy(),
         top_ps_B=torch.tensor([top_p], dtype=torch.float64).numpy(),
         top_ks_B=torch.tensor([4]).numpy(),
         uniforms_B=torch.tensor([0.5], dtype=torch.float64).numpy(),
