@@ -11,15 +11,16 @@ from torch import Tensor
 
 from rlmix.core.errors import DataError
 
-CHUNK = 1 << 17
-"""Elements handled at a time: their float32 copies then stay in a core's second-level cache."""
+CHUNK = 1 << 18
+"""Elements handled at a time: a megabyte of float32 stays in the caches, and torch's microseconds
+per operation no longer count."""
 
 _BITS = {
-    torch.bfloat16: (torch.int16, 0x7FFF, 0x7F80),
-    torch.float16: (torch.int16, 0x7FFF, 0x7C00),
-    torch.float32: (torch.int32, 0x7FFFFFFF, 0x7F800000),
+    torch.bfloat16: torch.tensor(0x7FFF, dtype=torch.int16),
+    torch.float16: torch.tensor(0x7FFF, dtype=torch.int16),
+    torch.float32: torch.tensor(0x7FFFFFFF, dtype=torch.int32),
 }
-"""dtype -> (integer of its width, all bits but the sign, bits of Inf)."""
+"""dtype -> all bits but the sign, as an integer of its width."""
 
 
 def chunks(length: int, size: int) -> Iterator[slice]:
@@ -44,8 +45,8 @@ def checked(values: Tensor, *, name: str, convention: str) -> Tensor:
 def amax_over(values: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     """Largest magnitude over `dim`, in the dtype of `values` (bf16, fp16 or fp32); NaN and Inf
     win."""
-    integer, mask, _ = _BITS[values.dtype]
-    return (values.view(integer) & mask).amax(dim).view(values.dtype)
+    mask = _BITS[values.dtype]
+    return (values.view(mask.dtype) & mask).amax(dim).view(values.dtype)
 
 
 def refuse_non_finite(amax: Tensor, values: Tensor, *, name: str, convention: str) -> None:

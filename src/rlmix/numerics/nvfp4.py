@@ -24,12 +24,14 @@ from rlmix.numerics.rounding import (
     E2M1_MAX,
     E4M3_MAX,
     E4M3_MIN,
-    e2m1_codes,
+    codes_of_e2m1_,
+    e2m1_codes_,
     e2m1_from_nibbles,
     e4m3_from_bytes,
-    nearest_e2m1,
     nearest_e4m3,
     pack_nibbles,
+    round_to_e2m1_,
+    sign_bits,
 )
 
 BLOCK = 16
@@ -117,20 +119,18 @@ def quantize(
     tensor_scale, candidates = _scales(
         block_amax, largest if amax is None else amax.float(), convention, four_over_six
     )
-    step = tensor_scale if convention == "modelopt" else 1 / tensor_scale
+    divisors = [_divisors(scale, tensor_scale, convention) for scale in candidates]
     scales = candidates[0]
-    if four_over_six:
-        scales = torch.cat(
-            [
-                _better(blocks[piece], [scale[piece] for scale in candidates], step)
-                for piece in pieces
-            ]
-        )
-    divisors = scales * tensor_scale if convention == "modelopt" else scales / tensor_scale
-    divisors = divisors.clamp_(min=_SMALLEST).unsqueeze(-1)
     packed = torch.empty((len(blocks), BLOCK // 2), dtype=torch.uint8)
     for piece in pieces:
-        packed[piece] = pack_nibbles(e2m1_codes(blocks[piece].float() / divisors[piece]))
+        values = blocks[piece].float()
+        if four_over_six:
+            pair = [scale[piece] for scale in candidates]
+            codes, is_four = _better(values, pair, [divisor[piece] for divisor in divisors])
+            scales[piece] = torch.where(is_four, pair[1], pair[0])
+        else:
+            codes = e2m1_codes_(values / divisors[0][piece])
+        packed[piece] = pack_nibbles(codes)
     shape = source.shape[:-1]
     return NvFp4Tensor(
         packed_uint8=packed.view(*shape, -1),
@@ -169,18 +169,27 @@ def _block_scale(wanted: Tensor, convention: str) -> Tensor:
     return torch.where(rounded == 0, torch.tensor(_ZERO_BLOCK_SCALE[convention]), rounded)
 
 
-def _better(blocks: Tensor, scales: list[Tensor], step: Tensor) -> Tensor:
-    """The second block scale where its squared error is smaller, else the first.
+def _divisors(scales: Tensor, tensor_scale: Tensor, convention: str) -> Tensor:
+    """[blocks, 1]: what values are divided by to become codes."""
+    by = scales * tensor_scale if convention == "modelopt" else scales / tensor_scale
+    return by.clamp_(min=_SMALLEST).unsqueeze(-1)
+
+
+def _better(values: Tensor, scales: list[Tensor], divisors: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Codes with the second of two block scales where its squared error is smaller, else with the
+    first; and where that is.
 
     Errors are in units of the tensor scale, where they neither overflow nor vanish.
     """
-    in_steps = blocks.float() / step
-    errors = []
-    for scale in scales:
-        wide = scale.unsqueeze(-1)
-        codes = nearest_e2m1((in_steps / wide).clamp_(-E2M1_MAX, E2M1_MAX))
-        errors.append(codes.mul_(wide).sub_(in_steps).square_().sum(-1))
-    return torch.where(errors[1] < errors[0], scales[1], scales[0])
+    numbers, errors = [], []
+    for scale, divisor in zip(scales, divisors, strict=True):
+        scaled = values / divisor
+        numbers.append(round_to_e2m1_(scaled.clamp(-E2M1_MAX, E2M1_MAX)))
+        difference = numbers[-1] - scaled
+        errors.append(difference.square_().sum(-1).mul_(scale).mul_(scale))
+    is_four = errors[1] < errors[0]
+    chosen = torch.where(is_four.unsqueeze(-1), numbers[1], numbers[0])
+    return codes_of_e2m1_(chosen, sign_bits(scaled.add_(0.0))), is_four
 
 
 def fake_quantize_activations(values: Tensor, tensor_scale: float | Tensor | None = 1.0) -> Tensor:
@@ -216,7 +225,7 @@ def fake_quantize_activations(values: Tensor, tensor_scale: float | Tensor | Non
         sixth = float(scalar * np.float32(_SIXTH))
     scales = _round_scales(amax.mul_(sixth).clamp_(max=E4M3_MAX))
     inverse = (1 / (scales * decode)).clamp_(max=_LARGEST)
-    codes = nearest_e2m1((blocks * inverse).clamp_(-E2M1_MAX, E2M1_MAX)).mul_(scales)
+    codes = round_to_e2m1_((blocks * inverse).clamp_(-E2M1_MAX, E2M1_MAX)).mul_(scales)
     return codes.mul_(tensor_scale).flatten(-2)[..., :num_columns]
 
 
@@ -229,7 +238,7 @@ def _round_scales(scales: Tensor) -> Tensor:
 
 def pack(values: Tensor) -> Tensor:
     """uint8 [..., K / 2] from float32 [..., K] with even K, already divided by the scales."""
-    return pack_nibbles(e2m1_codes(values.clone()))
+    return pack_nibbles(e2m1_codes_(values.clone()))
 
 
 def unpack(packed: Tensor) -> Tensor:

@@ -16,7 +16,10 @@ E2M1_MAX = 6.0
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of codes 0..7; codes 8..15 are their negatives."""
 
-_EXPONENT, _MANTISSA, _SIGN16 = 0x7F800000, 0x007FFFFF, -0x8000
+_EXPONENT = torch.tensor(0x7F800000, dtype=torch.int32)
+_MANTISSA = torch.tensor(0x007FFFFF, dtype=torch.int32)
+"""Tensors, because torch converts a Python number at each use, which costs microseconds."""
+_SIGN16, _CODE16, _CODE_SIGN16 = (torch.tensor(bits, dtype=torch.int16) for bits in (-0x8000, 7, 8))
 _E4M3_MIN_NORMAL, _E4M3_ANCHOR = 2.0**-6, 1.5 * 2.0**20
 """Below the smallest normal number the step stays. For x in [2^e, 2^(e+1)) E4M3's step is 2^(e-3),
 float32's near 1.5 * 2^(e+20) is the same."""
@@ -37,10 +40,10 @@ def nearest_e4m3(values: Tensor) -> Tensor:
     return (values + anchors).sub_(anchors)
 
 
-def nearest_e2m1(values: Tensor) -> Tensor:
-    """Nearest E2M1 numbers as float32; `values` as above, magnitudes at most 6."""
+def round_to_e2m1_(values: Tensor) -> Tensor:
+    """The same for E2M1, in place; magnitudes at most 6."""
     anchors = _powers(values).clamp_(min=_E2M1_MIN_NORMAL).mul_(_E2M1_ANCHOR)
-    return (values + anchors).sub_(anchors)
+    return values.add_(anchors).sub_(anchors)
 
 
 def power_of_two_above(values: Tensor) -> Tensor:
@@ -64,23 +67,37 @@ def e4m3_from_bytes(data: Tensor) -> Tensor:
     return bits.view(torch.float16).float().mul_(1 / _E4M3_TO_HALF)
 
 
-def e2m1_codes(values: Tensor) -> Tensor:
+def e2m1_codes_(values: Tensor) -> Tensor:
     """Codes of the nearest E2M1 numbers, 0..15, saturating at 6.
 
     The sign bit says "below zero": -0.0 gives code 0, a tiny negative value code 8, as the
     reference packages do. Both decode to zero.
 
     Args:
-        values: float32 of any shape, no NaN. Changed in place where no copy is needed.
+        values: float32 of any shape, no NaN; changed in place.
     Returns:
         int16 of the same shape.
     """
     # Adding zero turns -0.0 into +0.0 and changes nothing else.
     clipped = values.add_(0.0).clamp_(-E2M1_MAX, E2M1_MAX)
-    signs = clipped.half().view(torch.int16).bitwise_and_(_SIGN16)
-    bits = nearest_e2m1(clipped).mul_(_E2M1_TO_HALF).half().view(torch.int16)
-    codes = bits.bitwise_right_shift_(9).bitwise_and_(7)
-    return codes.bitwise_or_(signs.bitwise_right_shift_(12).bitwise_and_(8))
+    signs = sign_bits(clipped)
+    return codes_of_e2m1_(round_to_e2m1_(clipped), signs)
+
+
+def sign_bits(values: Tensor) -> Tensor:
+    """int16 of the same shape with nothing but the sign bits of float32 values."""
+    return values.half().view(torch.int16).bitwise_and_(_SIGN16)
+
+
+def codes_of_e2m1_(numbers: Tensor, signs: Tensor) -> Tensor:
+    """int16 codes of float32 E2M1 numbers; both arguments are changed in place.
+
+    Args:
+        signs: what `sign_bits` gives for the values before rounding, which loses some.
+    """
+    bits = numbers.mul_(_E2M1_TO_HALF).half().view(torch.int16)
+    codes = bits.bitwise_right_shift_(9).bitwise_and_(_CODE16)
+    return codes.bitwise_or_(signs.bitwise_right_shift_(12).bitwise_and_(_CODE_SIGN16))
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:

@@ -79,7 +79,6 @@ def test_our_bytes_are_those_of_the_package(reference, name):
     assert compare(GOLDENS, reference, name, GOLDENS["outputs"][reference][name]) == []
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     any(importlib.util.find_spec(module) is None for module, _, _ in SCRIPT.REFERENCES.values()),
     reason="needs nvidia-modelopt and compressed-tensors (extra: dev)",

@@ -41,7 +41,7 @@ CODES = [
 
 @pytest.mark.parametrize(("value", "code"), CODES)
 def test_rounding_goes_to_the_nearest_code_and_ties_to_the_even_one(value, code):
-    assert nvfp4.e2m1_codes(torch.tensor([float(value)])).tolist() == [code]
+    assert nvfp4.e2m1_codes_(torch.tensor([float(value)])).tolist() == [code]
 
 
 def test_the_low_nibble_is_the_even_element():
