@@ -177,10 +177,11 @@ def _forward_tile(
     largest, sums, means = [], [], []
     for keys in tile.keys:
         scores = _masked_scores(queries_ZRD, keys_ZLD, keys, batch, plan.groups)
-        probs = torch.softmax(scores, -1)
+        if len(tile.keys) > 1:
+            largest.append(scores.amax(-1, keepdim=True))
+        probs = torch.softmax(scores, -1, out=scores)
         if len(tile.keys) > 1:
             # exp(m - m) = 1 is the largest term, so the largest probability is 1 / l.
-            largest.append(scores.amax(-1, keepdim=True))
             sums.append(probs.amax(-1, keepdim=True).reciprocal_())
         probs = rounded(probs, plan.tiling.probs)
         means.append(torch.bmm(probs, values_ZLD[:, keys.first : keys.last]))
@@ -262,7 +263,7 @@ class _Attention(torch.autograd.Function):
                     scores = _masked_scores(
                         query, keys[block.heads], part, block.batch, plan.groups
                     )
-                    probs = torch.softmax(scores, -1)
+                    probs = torch.softmax(scores, -1, out=scores)
                     if shares:
                         probs.mul_(shares[number])
                     grad_values[span].baddbmm_(probs.transpose(1, 2), grad)
