@@ -21,7 +21,7 @@ FRAME_VERSION = 1
 """Of the layout; a reader refuses every other."""
 
 _MAGIC = b"RLMX"
-_HEADER = struct.Struct("<4sHxxIQI")
+_HEADER = struct.Struct("<4sIIQI")
 """Magic, version, bytes of the head, bytes of the arrays, CRC-32 of everything behind."""
 _ALIGNMENT = 8
 DTYPES = ("<i4", "<f4", "<i2", "|u1")
