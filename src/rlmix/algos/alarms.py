@@ -155,7 +155,7 @@ def check_alarms(
     """Judge one step.
 
     Args:
-        metrics: the step's row; a key that is missing or None was not measured.
+        metrics: the step's row; what is missing, None or not finite was not measured.
         step: number of the step; growing by 1 from call to call, gaps allowed.
     Returns:
         (alarms that stand now, by name and pool; the memory for the next step). An alarm is new
@@ -163,6 +163,7 @@ def check_alarms(
     Raises:
         KeyError: a rule that `RULES` does not know.
     """
+    metrics = {key: v for key, v in metrics.items() if v is not None and math.isfinite(v)}
     past = dict(memory.past)
     breaches = dict(memory.breaches)
     for name, rule in rules.rules.items():
@@ -269,7 +270,9 @@ def _tail_ratio(
     is_measured = (metrics.get("correction/head_tokens") or 0.0) >= rules.head_min_tokens
     if value is None:
         value = metrics.get("correction/sc_tail_ratio")
-        is_measured = (metrics.get("mismatch/tokens") or 0.0) >= rules.min_tokens
+        # Exactly 1 is what exact support says of itself: no measurement, so no sign of health
+        # either, or a step in which no turn recorded a head would clear the alarm.
+        is_measured = value != 1.0 and (metrics.get("mismatch/tokens") or 0.0) >= rules.min_tokens
     if value is not None and is_measured:
         yield Reading(pool=None, value=value, is_beyond=value > rule.limit)
 

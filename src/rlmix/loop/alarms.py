@@ -90,9 +90,15 @@ class AlarmWatch:
         if state:
             self._memory = AlarmMemory.from_dict(state["memory"])
             self._records = [AlarmRecord(**record) for record in state["records"]]
+            for record in self._records:
+                rule = self._rules.rules.get(record.name)
+                if record.cleared_step is None and (rule is None or rule.action != record.action):
+                    # Resumed with another action: what stands must be raised again to have it.
+                    self._memory = self._memory.forget_breach(_key(record))
             active = {key for key, breach in self._memory.breaches.items() if breach.is_active}
             for index, record in enumerate(self._records):
-                # An alarm that stopped the run: over with that attempt, judged afresh in this.
+                # An alarm that stopped the run, or whose action is another one now: over with
+                # that attempt, judged afresh in this.
                 if record.cleared_step is None and _key(record) not in active:
                     ended = {"cleared_step": record.raised_step}
                     self._records[index] = AlarmRecord(**asdict(record) | ended)
@@ -150,6 +156,8 @@ class AlarmWatch:
         for alarm in self._standing:
             if alarm.key in before:
                 self._update_record(alarm)
+                if alarm.action == "quarantine" and self._others_serve(alarm.pool):
+                    await self._quarantine(alarm, step)  # Refused before, as the last that served.
                 continue
             self._raise_alarm(alarm, step)
             if alarm.action == "stop":
@@ -214,7 +222,7 @@ class AlarmWatch:
         assert pool is not None
         if pool in self._quarantined:
             return True
-        if not self._pools.serving_pools() - {pool}:
+        if not self._others_serve(pool):
             self._on_event(
                 "quarantine_refused",
                 f"pool {pool} is the last one that serves; alarms.last_pool="
@@ -230,6 +238,9 @@ class AlarmWatch:
             "pool_quarantined", reason, pool=pool, replicas=replicas, step=step, alarm=alarm.name
         )
         return True
+
+    def _others_serve(self, pool: str | None) -> bool:
+        return bool(self._pools.serving_pools() - {pool})
 
     def _release_due(self, step: int) -> None:
         after = self._config.release_after_steps

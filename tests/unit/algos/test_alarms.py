@@ -109,6 +109,24 @@ def test_recorded_heads_are_asked_before_the_tail_model():
     assert onsets([exact | head | {"correction/head_tokens": 9.0}] * 3) == {}
 
 
+def test_a_step_without_heads_does_not_clear_a_tail_alarm():
+    ill = {"correction/sc_tail_ratio": 1.0, "correction/head_tail_ratio": 9.0}
+    ill |= {"correction/head_tokens": 10.0}
+    none = {"correction/sc_tail_ratio": 1.0}
+    assert onsets([ill, none, ill, none, ill]) == {"tail_ratio": (5, 1)}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_is_not_finite_says_nothing_and_breaks_nothing(value):
+    far = {"mismatch/k3_kl": 9.0}
+    assert onsets([far, {"mismatch/k3_kl": value}, far, far]) == {"k3": (4, 1)}
+    steps = [fleet(**ORDINARY)] * 10 + [fleet(**ORDINARY | {"a100": value})] * 3
+    assert onsets([*steps, *[fleet(**ORDINARY | {"a100": 0.060})] * 5]) == {
+        "pool_drift/a100": (16, 14)
+    }
+    assert onsets([{"loss/entropy": value}] * 3 + [{"loss/entropy": 1.0}] * 9) == {}
+
+
 def test_the_published_tail_ratios_raise_the_alarm_before_the_gradient_spike():
     # 1.2 rose to above 20 by step 40; the gradient's norm jumped at steps 44 and 45.
     rising = [1.2 * (20 / 1.2) ** (step / 40) for step in range(1, 45)]

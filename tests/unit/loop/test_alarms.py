@@ -119,6 +119,27 @@ def test_the_last_pool_is_not_taken_out_and_the_run_goes_on_or_stops_as_asked():
     assert stops.routing.serving == {"b200"}
 
 
+def test_a_pool_that_was_the_last_to_serve_is_taken_out_once_another_one_is_back():
+    scene = Scene("pool_k3_action=quarantine", pools=("b200",))
+    scene.steps(FAR, FAR, FAR)
+    assert scene.kinds() == ["alarm_raised", "quarantine_refused"]
+    scene.routing.serving.add("a100")
+    scene.steps(FAR, FAR)
+    assert scene.routing.calls == ["quarantine b200"]
+    assert scene.kinds()[2:] == ["pool_quarantined"]
+
+
+def test_a_standing_alarm_that_is_resumed_with_another_action_is_raised_again_for_it():
+    scene = Scene()
+    scene.steps({"all": 1.5}, {"all": 1.5}, {"all": 1.5})
+    same = Scene(state=scene.saved())
+    same.steps({"all": 1.5}, {"all": 1.5})
+    assert same.kinds() == []
+    stops = Scene("k3_action=stop", state=scene.saved())
+    assert [bool(answer) for answer in stops.steps({"all": 1.5}, {"all": 1.5})] == [False, True]
+    assert [record.action for record in stops.watch.records] == ["event", "stop"]
+
+
 def test_stop_says_what_diverged_since_when_and_what_to_do():
     scene = Scene("k3_action=stop")
     ill = {"all": 1.5}
