@@ -101,7 +101,8 @@ def _check_sampling(config: TrainConfig) -> Iterator[Problem]:
             "sums over",
             hint="set algo.head_k=64, or sample with top_p or top_k, or algo.centering=false",
         )
-    if algo.centering and algo.importance not in names.CENTERED_KINDS:
+    is_known = algo.importance in names.IMPORTANCE_KINDS
+    if algo.centering and is_known and algo.importance not in names.CENTERED_KINDS:
         yield Problem(
             where="algo.centering",
             what=f"got true with algo.importance={algo.importance}, whose weight depends on more "
@@ -109,7 +110,7 @@ def _check_sampling(config: TrainConfig) -> Iterator[Problem]:
             allowed=f"centering goes with {', '.join(names.CENTERED_KINDS)}",
             hint="set algo.centering=false",
         )
-    if algo.importance in names.IMPORTANCE_KINDS and algo.low > algo.high:
+    if is_known and algo.low > algo.high:
         yield Problem(
             where="algo.low",
             what=f"got {algo.low} above algo.high={algo.high}, so no ratio is trusted",

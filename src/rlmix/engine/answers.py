@@ -36,6 +36,12 @@ set that lost a member worth a correction."""
 POSITIVE_LOGPROB_TOLERANCE = 1e-4
 """Rounding may push the logprob of a sure token a little above 0."""
 
+SAMPLED_TOLERANCE = 1e-3
+"""Nats between a sampled token's own logprob and the one that the head it was drawn beside gives
+it: far above float32 rounding, far below another temperature."""
+
+MAX_ID = np.iinfo(np.int32).max
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Recorded:
@@ -187,10 +193,13 @@ def _candidates(ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]
 
 def _int32(values: Sequence[Any], *, what: str) -> np.ndarray:
     array = np.array(values) if values else np.empty(0, dtype=np.int64)
-    if array.dtype.kind not in "iu" or array.ndim != 1:
+    # numpy takes true and false among numbers for 1 and 0.
+    if array.dtype.kind not in "iu" or array.ndim != 1 or bool in map(type, values):
         raise ValueError(f"{what} are not a flat list of whole numbers")
-    if array.size and array.max() > np.iinfo(np.int32).max:
-        raise ValueError(f"{what} reach up to {array.max()}; allowed: at most 2^31-1")
+    if array.size and (array.max() > MAX_ID or array.min() < 0):
+        raise ValueError(
+            f"{what} reach from {array.min()} to {array.max()}; allowed: 0 to {MAX_ID}"
+        )
     return array.astype(np.int32)
 
 
@@ -200,7 +209,8 @@ def _float32(values: Sequence[Any]) -> np.ndarray:
     array = np.array(values, dtype=np.float64)
     if array.ndim != 1:
         raise ValueError("logprobs are not a flat list of numbers")
-    return array.astype(np.float32)
+    with np.errstate(over="ignore"):  # What float32 cannot hold becomes infinite, and is refused.
+        return array.astype(np.float32)
 
 
 def _generation(
@@ -227,6 +237,8 @@ def _generation(
     if len(logprobs) != num_tokens:
         raise ValueError(f"{len(logprobs)} logprobs for {num_tokens} tokens")
     _check_logprobs(logprobs, positions=np.arange(num_tokens))
+    if kept is not None and request.record == "head":
+        _check_head_of_sampled(kept, output_ids, logprobs)
     spans = _read_spans(meta, num_tokens=num_tokens)
     if request.min_version is not None and spans[0].version < request.min_version:
         raise ValueError(
@@ -256,7 +268,14 @@ def _check_candidates(candidates: Candidates, *, num_tokens: int, is_whole: bool
     if len(candidates) != num_tokens:
         raise ValueError(f"{len(candidates)} {name}s for {num_tokens} tokens")
     _check_ids(candidates.ids, name=name)
-    _check_logprobs(candidates.logprobs, positions=candidates.tokens)
+    tokens_M = candidates.tokens
+    _check_logprobs(candidates.logprobs, positions=tokens_M)
+    slots_M = np.sort(tokens_M << 32 | candidates.ids)
+    twice = slots_M[1:][slots_M[1:] == slots_M[:-1]]
+    if twice.size:
+        raise ValueError(
+            f"position {twice[0] >> 32}: id {twice[0] & MAX_ID} is several times in its {name}"
+        )
     mass_N = candidates.mass()
     bad = ~(mass_N <= 1.0 + KEPT_SUM_TOLERANCE)
     if is_whole:
@@ -285,6 +304,19 @@ def _sampled_slots(kept: Candidates, output_ids: np.ndarray) -> np.ndarray:
             f"position {position}: sampled id {output_ids[position]} is {found} its kept set"
         )
     return slots_N
+
+
+def _check_head_of_sampled(head: Candidates, output_ids: np.ndarray, logprobs: np.ndarray) -> None:
+    """Where the head holds the sampled id, both must say the same of it."""
+    slots_N, _ = head.find(output_ids)
+    found = slots_N >= 0
+    gap = np.abs(head.logprobs[slots_N[found]] - logprobs[found])
+    if gap.size and gap.max() > SAMPLED_TOLERANCE:
+        position = int(np.flatnonzero(found)[gap.argmax()])
+        raise ValueError(
+            f"position {position}: the sampled id has logprob {logprobs[position]:.6g}, its head "
+            f"says {head.logprobs[slots_N[position]]:.6g}; both must be at the same temperature"
+        )
 
 
 def _check_logprobs(logprobs: np.ndarray, *, positions: np.ndarray) -> None:

@@ -67,6 +67,10 @@ def test_centering_is_refused_where_it_is_not_defined(kind: str) -> None:
     assert broken(algo__importance=kind, algo__centering=False) == []
 
 
+def test_a_kind_that_nobody_knows_is_one_problem_and_says_nothing_about_centering() -> None:
+    assert broken(algo__importance="foo") == []
+
+
 def test_bounds_that_trust_no_ratio_are_refused() -> None:
     (line,) = broken(algo__low=6.0)
     assert line.startswith("algo.low: got 6.0 above algo.high=5.0")

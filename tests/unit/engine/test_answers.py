@@ -99,16 +99,29 @@ def test_experts_travel_in_binary_with_shape_and_type():
         ({"output_token_sampling_mask": [[5, 9]]}, "1 candidate sets, 2 sets of logprobs"),
         ({"output_token_sampling_mask": [[5], [7]]}, "position 0: 1 candidate ids, 2 logprobs"),
         ({"output_token_sampling_mask": [[5, 8], [7]]}, "position 0: sampled id 9 is not in"),
-        ({"output_token_sampling_mask": [[9, 9], [7]]}, "sampled id 9 is 2 times in its kept set"),
+        ({"output_token_sampling_mask": [[9, 9], [7]]}, "id 9 is several times in its kept set"),
+        (
+            {
+                "output_token_sampling_mask": [[5, 9, 5], [7]],
+                "output_token_sampling_logprobs": [[LOG(0.25), LOG(0.25), LOG(0.5)], [0]],
+            },
+            "position 0: id 5 is several times in its kept set",
+        ),
         ({"output_token_sampling_mask": [[5, 9.5], [7]]}, "not a flat list of whole numbers"),
-        ({"output_token_sampling_mask": [[5, 2**31], [7]]}, "at most 2.31-1"),
-        ({"output_token_sampling_mask": [[-5, 9], [7]]}, "kept set id -5 is below 0"),
+        (
+            {"output_token_sampling_mask": [[9, 2**31], [7]]},
+            "from 7 to 2147483648; allowed: 0 to 2",
+        ),
+        ({"output_token_sampling_mask": [[-5, 9], [7]]}, "candidate ids reach from -5 to 9"),
+        ({"output_token_sampling_mask": [[5 - 2**32, 9], [7]]}, "reach from -4294967291 to 9"),
+        ({"output_token_sampling_mask": [[True, 9], [7]]}, "not a flat list of whole numbers"),
         (
             {"output_token_sampling_logprobs": [[LOG(0.75), LOG(0.25)], [-0.7]]},
             "position 1: kept set sums",
         ),
         ({"output_token_sampling_logprobs": [[-0.7, None], [0]]}, "position 0: logprob nan is not"),
         ({"output_token_sampling_logprobs": [[-0.7, 0.5], [0]]}, r"0\.5 is above 0"),
+        ({"output_token_sampling_logprobs": [[-0.7, -1e39], [0]]}, "logprob -inf is not"),
         ({"output_token_sampling_logprobs": [["a", -1], [0]]}, "could not convert"),
         ({"output_token_sampling_logprobs": [-1.0, 0]}, "lacks or misplaces a field"),
         ({"output_token_sampling_mask_length": [2, 3]}, r"hold \[2, 1\] ids.*kept \[2, 3\]"),
@@ -132,8 +145,27 @@ def test_a_head_is_read_beside_the_kept_sets_and_may_not_exceed_all():
     too_much = [[[-0.1, 5, None], [-0.2, 9, None]], HEADS[1]]
     with pytest.raises(EngineError, match=r"position 0: head sums to 1\.72.*at most 1"):
         parse_document(sglang(output_top_logprobs=too_much), request(head_k=2), {})
+    twice = [[[-0.7, 5, None], [-2.0, 5, None]], HEADS[1]]
+    with pytest.raises(EngineError, match="position 0: id 5 is several times in its head"):
+        parse_document(sglang(output_top_logprobs=twice), request(head_k=2), {})
     with pytest.raises(EngineError, match="output_top_logprobs"):
         parse_document(sglang(), request(head_k=2), {})
+
+
+def test_a_head_alone_says_of_the_sampled_id_what_its_own_logprob_says():
+    full = request("head", top_p=1.0, head_k=2)
+    own = [[LOG(0.3), 9, None], [LOG(0.9), 7, None]]
+    document = sglang(output_top_logprobs=HEADS, output_token_logprobs=own)
+    turn = parse_document(document, full, {})
+    assert turn.sampler_logprobs == pytest.approx((LOG(0.3), LOG(0.9)), abs=1e-6)
+    assert (turn.kept.ids.tolist(), turn.kept_exact) == ([5, 9, 7, 1], False)
+    outside = [[LOG(0.02), 8, None], [LOG(0.9), 7, None]]
+    document = sglang(output_top_logprobs=HEADS, output_token_logprobs=outside)
+    assert parse_document(document | {"output_ids": [8, 7]}, full, {}).output_ids == (8, 7)
+    other = [own[0], [LOG(0.8), 7, None]]
+    document = sglang(output_top_logprobs=HEADS, output_token_logprobs=other)
+    with pytest.raises(EngineError, match=r"position 1: .* -0\.223144, its head says -0\.105361"):
+        parse_document(document, full, {})
 
 
 @pytest.mark.parametrize(
