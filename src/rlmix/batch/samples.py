@@ -86,8 +86,39 @@ def to_sample(trajectory: Trajectory, *, advantage: float) -> TrainSample:
         head_offsets=_offsets(head, mask),
         head_ids=None if head is None else head.ids,
         head_logprobs=None if head is None else head.logprobs,
+        experts=_experts(trajectory, turns, length=end),
         reward=trajectory.reward,
     )
+
+
+def _experts(trajectory: Trajectory, turns: Sequence[Turn], *, length: int) -> np.ndarray | None:
+    """int16 [length, layers, top_k], -1 where no turn recorded a route; None without any.
+
+    A turn's record covers the tokens that were new to the engine in that turn, so a token keeps
+    the experts it had when the token after it was sampled, whatever replica or version came later.
+    """
+    shapes = {turn.experts.shape[1:] for turn in turns if turn.experts is not None}
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise DataError(
+            f"{_where(trajectory)}: turns recorded experts of different sizes {sorted(shapes)}; "
+            "all pools must serve the same model"
+        )
+    experts = np.full((length, *shapes.pop()), -1, dtype=np.int16)
+    start, end = 0, len(trajectory.prompt_ids)
+    for index, turn in enumerate(turns):
+        end += len(turn.output_ids)
+        if turn.experts is not None:
+            if len(turn.experts) != end - 1 - start:
+                raise DataError(
+                    f"{_where(trajectory)}: turn {index} has {end - 1 - start} new context tokens "
+                    f"but experts of {len(turn.experts)}"
+                )
+            experts[start : end - 1] = turn.experts
+        start = end - 1
+        end += len(turn.observation_ids)
+    return experts
 
 
 def _where(trajectory: Trajectory) -> str:

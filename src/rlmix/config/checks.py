@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from rlmix.config import names
 from rlmix.config.problems import Problem, did_you_mean, shown
-from rlmix.config.schema.pools import PoolConfig
+from rlmix.config.schema.pools import PoolConfig, records_experts
 from rlmix.config.schema.train import TrainConfig
 
 
@@ -126,6 +126,32 @@ def _check_sampling(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
+def _check_routing(config: TrainConfig) -> Iterator[Problem]:
+    replays = config.algo.routing_replay
+    for name, pool in config.pools.items():
+        if pool.record_experts and not replays:
+            yield Problem(
+                where=f"pools.{name}.record_experts",
+                what="got true with algo.routing_replay=false, so nobody asks for the record",
+                hint=f"set algo.routing_replay=true, or pools.{name}.record_experts=null",
+            )
+        stages = pool.engine_args.get("pp-size", 1)
+        if records_experts(pool, routing_replay=replays) and stages != 1:
+            yield Problem(
+                where=f"pools.{name}.engine_args.pp-size",
+                what=f"got {shown(stages)}, and SGLang does not record experts across stages",
+                hint=f"remove it, or set pools.{name}.record_experts=false",
+            )
+    if replays and not any(
+        records_experts(pool, routing_replay=True) for pool in config.pools.values()
+    ):
+        yield Problem(
+            where="algo.routing_replay",
+            what="got true, but record_experts=false for every pool, so there is nothing to replay",
+            hint="set it to null for a pool, or algo.routing_replay=false",
+        )
+
+
 def _check_loop(config: TrainConfig) -> Iterator[Problem]:
     loop, weights = config.loop, config.weights
     if loop.group_size > 0 and loop.sessions_per_step % loop.group_size:
@@ -228,6 +254,7 @@ def _check_sinks(config: TrainConfig) -> Iterator[Problem]:
 CHECKS: Sequence[Callable[[TrainConfig], Iterator[Problem]]] = (
     _check_pools,
     _check_sampling,
+    _check_routing,
     _check_loop,
     _check_sessions,
     _check_trainer,

@@ -65,8 +65,10 @@ class Turn:
     """Beside exact sets, on the few turns that watch the tail: the most likely ids of each
     position with logprobs over the whole vocabulary, at the sampling temperature."""
     experts: np.ndarray | None = field(default=None, compare=False)
-    """uint8 or int16 [context tokens of the turn, layers, top_k], the experts that the engine
-    routed to; None when it was not asked. Left out of `==`."""
+    """uint8 or int16 [tokens, layers, top_k], the experts that the engine routed this turn's new
+    context tokens to: from the last token sampled before (a first turn: from the prompt's first
+    one) to the last but one sampled here. None when the pool did not record them or was not asked.
+    Left out of `==`."""
     observation_ids: tuple[int, ...] = ()
     """Ids appended after the turn (tool output, next generation prompt); never trained on."""
     version_spans: tuple[VersionSpan, ...] = ()

@@ -6,6 +6,7 @@ own set, sets that sum to 1, finite logprobs, version spans that cover the outpu
 
 # N output tokens, M slots of all their sets together
 
+import base64
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -127,7 +128,7 @@ def _framed(arrays: Mapping[str, np.ndarray], request: GenerateRequest) -> _Reco
         logprobs=logprobs,
         kept=kept,
         head=head,
-        experts=arrays.get("experts"),
+        experts=None if request.experts_shape is None else arrays.get("experts"),
     )
 
 
@@ -168,7 +169,28 @@ def _recorded(document: Mapping[str, Any], request: GenerateRequest) -> _Recorde
         )
     if request.record == "head":
         kept, head = head, None
-    return _Recorded(output_ids=output_ids, logprobs=logprobs, kept=kept, head=head, experts=None)
+    return _Recorded(
+        output_ids=output_ids,
+        logprobs=logprobs,
+        kept=kept,
+        head=head,
+        experts=_experts(meta.get("routed_experts"), request),
+    )
+
+
+def _experts(text: str | None, request: GenerateRequest) -> np.ndarray | None:
+    """Routed experts out of JSON, in the smallest type that holds them all."""
+    if text is None or request.experts_shape is None:
+        return None
+    flat = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
+    low, high = (int(flat.min()), int(flat.max())) if flat.size else (0, 0)
+    if low < 0 or high > np.iinfo(np.int16).max:
+        raise ValueError(f"expert ids reach from {low} to {high}; allowed: 0 to 2^15-1")
+    width = request.experts_shape[0] * request.experts_shape[1]
+    if flat.size % width:
+        raise ValueError(f"{flat.size} expert ids are no multiple of {width}, a token's")
+    rows = flat.astype(np.uint8 if high < 256 else np.int16)
+    return rows.reshape(-1, *request.experts_shape)
 
 
 def _candidates(ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> Candidates:
@@ -230,6 +252,8 @@ def _generation(
         _check_candidates(kept, num_tokens=num_tokens, is_whole=request.record != "head")
     if head is not None:
         _check_candidates(head, num_tokens=num_tokens, is_whole=False)
+    if recorded.experts is not None:
+        _check_experts(recorded.experts, request, num_tokens=num_tokens)
     logprobs = recorded.logprobs
     if logprobs is None:
         assert kept is not None
@@ -286,6 +310,17 @@ def _check_candidates(candidates: Candidates, *, num_tokens: int, is_whole: bool
         raise ValueError(
             f"position {position}: {name} sums to {mass_N[position]:.6g}, {bound} "
             f"within {KEPT_SUM_TOLERANCE}"
+        )
+
+
+def _check_experts(experts: np.ndarray, request: GenerateRequest, *, num_tokens: int) -> None:
+    """One row for each asked position that was an input: all but the last sampled token."""
+    rows = len(request.input_ids) + num_tokens - 1 - request.experts_start
+    expected = (rows, *(request.experts_shape or ()))
+    if experts.dtype.kind not in "iu" or experts.shape != expected:
+        raise ValueError(
+            f"routed experts are {experts.dtype} of shape {experts.shape}, expected whole numbers "
+            f"of shape {expected}"
         )
 
 

@@ -82,6 +82,11 @@ class GenerateRequest:
     """With `support` and at least 1, a head of that many is reported beside the kept sets."""
     min_version: int | None = None
     """Oldest acceptable weight version; a replica that is behind answers 409."""
+    experts_shape: tuple[int, int] | None = None
+    """Layers and experts per token of the model: asks for the experts that tokens were routed to.
+    None asks for none. SGLang answers them without their shape."""
+    experts_start: int = 0
+    """First position whose experts are asked for, at most the number of input tokens."""
 
     def __post_init__(self) -> None:
         if self.record not in RECORD_MODES:
@@ -130,7 +135,8 @@ class Generation:
     """With record `support` and `head_k`: the likeliest ids of each token with logprobs over the
     whole vocabulary, at the sampling temperature."""
     experts: np.ndarray | None = field(default=None, compare=False)
-    """uint8 or int16 [context tokens, layers, top_k]; None when the engine reported none."""
+    """uint8 or int16 [tokens, layers, top_k], of the positions from `experts_start` to the last
+    that was an input (the last sampled token was not); None when the engine recorded none."""
     wire_bytes: int = 0
     """Size of the answer."""
     engine_s: float = 0.0
@@ -169,4 +175,7 @@ def request_body(request: GenerateRequest) -> dict[str, Any]:
     if needs_kept_sets(request):
         body["return_sampling_mask"] = True
         body["sampling_logprobs_mode"] = "support" if request.record == "support" else "selected"
+    if request.experts_shape is not None:
+        body["return_routed_experts"] = True
+        body["routed_experts_start_len"] = request.experts_start
     return body

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rlmix.config.schema.train import TrainConfig
@@ -90,11 +91,21 @@ def worker_spec(
 
 
 def training_session(
-    config: TrainConfig, ticket: Ticket, member: int, *, attempt: int, run_id: str
+    config: TrainConfig,
+    ticket: Ticket,
+    member: int,
+    *,
+    attempt: int,
+    run_id: str,
+    experts_shape: tuple[int, int] | None,
 ) -> SessionSpec:
-    """Member `member` of a group; a retried session has a name and seeds of its own."""
+    """Member `member` of a group; a retried session has a name and seeds of its own.
+
+    Args:
+        experts_shape: layers and experts per token that the trainer replays; None: it does not.
+    """
     suffix = f"{ticket.group_id}.{member}" + (f"r{attempt}" if attempt else "")
-    return _session(
+    spec = _session(
         config,
         session_id=f"{run_id}.{suffix}",
         group_id=ticket.group_id,
@@ -102,6 +113,7 @@ def training_session(
         split="train",
         seed=_seed(config.run.seed, suffix),
     )
+    return replace(spec, experts_shape=experts_shape)
 
 
 def eval_session(

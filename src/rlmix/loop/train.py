@@ -185,7 +185,7 @@ class _Training:
         )
         rollout = Rollout(
             stream=stream,
-            run_session=self._session_runner(runtime),
+            run_session=self._session_runner(runtime, experts_shape=loaded["experts_shape"]),
             group_size=config.loop.group_size,
             max_open_groups=OPEN_STEPS * config.loop.sessions_per_step // config.loop.group_size,
             concurrency=config.session.workers * config.session.concurrency,
@@ -264,11 +264,16 @@ class _Training:
             stream.restore(saved["stream"])
         return stream
 
-    def _session_runner(self, runtime: Runtime) -> Any:
+    def _session_runner(self, runtime: Runtime, *, experts_shape: tuple[int, int] | None) -> Any:
         async def run_session(ticket: Ticket, member: int, attempt: int) -> Any:
             return await runtime.workers.run(
                 training_session(
-                    self.config, ticket, member, attempt=attempt, run_id=self.run.run_id
+                    self.config,
+                    ticket,
+                    member,
+                    attempt=attempt,
+                    run_id=self.run.run_id,
+                    experts_shape=experts_shape,
                 )
             )
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlmix.config.schema.pools import AcceleratorConfig, PoolConfig
+from rlmix.config.schema.pools import AcceleratorConfig, PoolConfig, records_experts
 from rlmix.config.schema.train import TrainConfig
 from rlmix.plan.accelerators import architecture
 from rlmix.plan.fit import pool_budget
@@ -12,7 +12,7 @@ from rlmix.plan.memory import CONTEXTS_TOKENS
 from rlmix.plan.model_facts import ELEMENT_BYTES, REFERENCE, ModelFacts, bundled_facts
 from rlmix.plan.placement import Placement, mean_price, place
 from rlmix.plan.profiles import sglang_launch
-from rlmix.plan.refusals import judged, pool_faults, refuse
+from rlmix.plan.refusals import judged, pool_faults, refuse, routing_faults
 from rlmix.plan.runplan import PoolPlan, RouterPlan, RunPlan, WorkerPlan
 from rlmix.plan.speed import Numbers, modelled_speed
 from rlmix.plan.trainer import plan_trainer, trainer_faults
@@ -57,6 +57,7 @@ def build_plan(config: TrainConfig, *, facts: ModelFacts, python: str) -> RunPla
     faults = [
         line for name, pool in real.items() for line in pool_faults(name, pool, config, facts)
     ]
+    faults += routing_faults(config, facts)
     refuse([*faults, *placement.problems, *trainer_faults(config, trainer)])
     pools: dict[str, PoolPlan] = {}
     for name, pool in config.pools.items():
@@ -250,7 +251,9 @@ def _embedded_argv(
         "weight-version": "{weight_version}",
         "ready-file": "{ready_file}",
     }
-    return (python, "-m", "rlmix.engine.embedded", *_flags(arguments))
+    records = records_experts(pool, routing_replay=config.algo.routing_replay)
+    switches = ("--enable-return-routed-experts",) if records else ()
+    return (python, "-m", "rlmix.engine.embedded", *_flags(arguments), *switches)
 
 
 def _router(config: TrainConfig, python: str) -> RouterPlan:

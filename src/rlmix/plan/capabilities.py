@@ -32,7 +32,7 @@ class Combination:
     state: str
     moe: str
     consistency: str = "native"
-    routing_replay: str = "false"
+    record_experts: str = "false"
     is_moe: bool = True
     is_hybrid: bool = True
     version: str = SGLANG_VERSION

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from rlmix.config.schema.pools import PoolConfig
+from rlmix.config.schema.pools import PoolConfig, records_experts
 from rlmix.config.schema.train import TrainConfig
 from rlmix.plan.accelerators import NPU
 from rlmix.plan.memory import STATE_SLOTS_PER_REQUEST
@@ -106,7 +106,7 @@ def sglang_launch(
         arguments["enforce-disable-flashinfer-allreduce-fusion"] = True
     if _is_exact(config):
         arguments["enable-deterministic-inference"] = True
-    if config.algo.routing_replay and facts.is_moe:
+    if records_experts(pool, routing_replay=config.algo.routing_replay) and facts.is_moe:
         arguments["enable-return-routed-experts"] = True
     arguments |= {str(key): value for key, value in pool.engine_args.items()}
     return Launch(

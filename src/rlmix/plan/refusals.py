@@ -5,7 +5,7 @@ Pure. Each line says where, on which chip, why, and what works.
 
 from collections.abc import Iterator, Sequence
 
-from rlmix.config.schema.pools import PoolConfig
+from rlmix.config.schema.pools import PoolConfig, records_experts
 from rlmix.config.schema.train import TrainConfig
 from rlmix.core.errors import PlanError
 from rlmix.plan.accelerators import architecture
@@ -44,10 +44,23 @@ def combination(
         state=pool.state,
         moe=pool.moe,
         consistency=consistency or config.numerics.consistency,
-        routing_replay="true" if config.algo.routing_replay else "false",
+        record_experts=str(
+            records_experts(pool, routing_replay=config.algo.routing_replay)
+        ).lower(),
         is_moe=facts.is_moe,
         is_hybrid=facts.is_hybrid,
     )
+
+
+def routing_faults(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
+    """Experts are asked for, and the model has none."""
+    if facts.is_moe:
+        return
+    if config.algo.routing_replay:
+        yield (
+            f"algo.routing_replay: got true, but {facts.name} has no experts to replay; set "
+            "algo.routing_replay=false"
+        )
 
 
 def judged(pool: PoolConfig, config: TrainConfig, facts: ModelFacts) -> Judgement:

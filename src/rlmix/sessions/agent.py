@@ -87,6 +87,8 @@ class _Session:
         self.prompt_ids = tuple(renderer.prompt_ids(public.issue))
         self.ids: list[int] = list(self.prompt_ids)
         self.turns: list[Turn] = []
+        self.num_inputs = 0
+        """Context tokens that were an input of some turn: all but the one sampled last."""
         self.sandbox: Sandbox | None = None
         self.format_errors = 0
         self.rehomed = 0
@@ -121,6 +123,7 @@ class _Session:
         model_s = time.monotonic() - started_s
         self.model_s += model_s
         self.ids += answer.output_ids
+        self.num_inputs = len(self.ids) - 1
         command = self.renderer.command(answer.output_ids)
         started_s = time.monotonic()
         turn = Turn(
@@ -191,6 +194,8 @@ class _Session:
             record=spec.record,
             head_k=min(spec.turn_head_k(turn), self.renderer.vocab_size),
             min_version=spec.min_version,
+            experts_shape=spec.experts_shape,
+            experts_start=self.num_inputs,
         )
         self.asked_engine = True
         waiting_since_s = time.monotonic()

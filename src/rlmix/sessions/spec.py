@@ -41,6 +41,9 @@ class SessionSpec:
     time_limit_s: float
     command_timeout_s: float
     output_chars: int
+    experts_shape: tuple[int, int] | None = None
+    """Layers and experts per token of the policy: turns bring the experts of their tokens. None:
+    nobody replays them."""
     min_version: int | None = None
     """Oldest weight version that may sample; None takes any."""
     grade_unsubmitted: bool = False

@@ -131,6 +131,11 @@ class Policy:
             )
         return cls(model, replays_routing=replays_routing)
 
+    @property
+    def experts_shape(self) -> tuple[int, int] | None:
+        """Layers and experts per token that sessions must record; None: none are replayed."""
+        return None if self._routers is None else self._routers.record_shape
+
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Trainable parameters by name, tied ones once."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}

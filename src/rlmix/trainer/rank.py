@@ -72,7 +72,8 @@ class TrainerRank:
 
         Returns:
             `resumed`, `step` (0 when fresh), `version`, `extra` (the loop's saved state, empty
-            when fresh), `parameters`, `vocab_size`, `model_class`, `load_s`.
+            when fresh), `parameters`, `vocab_size`, `model_class`, `load_s`, and `experts_shape`:
+            layers and experts per token that sessions must record, None without routing replay.
         Raises:
             TrainerError: damaged checkpoint, or tensors that do not fit the model.
         """
@@ -105,6 +106,7 @@ class TrainerRank:
             "parameters": sum(p.numel() for p in policy.parameters().values()),
             "vocab_size": policy.model.get_output_embeddings().weight.shape[0],
             "model_class": type(policy.model).__name__,
+            "experts_shape": policy.experts_shape,
             "load_s": time.perf_counter() - started_s,
         }
 

@@ -92,6 +92,7 @@ class Routers:
                 )
                 + "; set algo.routing_replay=false"
             )
+        self._num_layers = int(model.config.get_text_config().num_hidden_layers)
         self._routers: list[tuple[int, nn.Module, bool]] = []
         for where, router in found:
             layer = _LAYER.search(where)
@@ -108,6 +109,12 @@ class Routers:
         """Layers that have a router, among all layers of the model."""
         return tuple(layer for layer, _, _ in self._routers)
 
+    @property
+    def record_shape(self) -> tuple[int, int]:
+        """Layers and experts per token of a record for this model."""
+        top_k, _ = _sizes(self._routers[0][1])
+        return self._num_layers, top_k
+
     def check(self, batch: MicroBatch) -> None:
         """Refuse a record that no router can have made.
 
@@ -121,10 +128,10 @@ class Routers:
         _, router, _ = self._routers[0]
         top_k, num_experts = _sizes(router)
         num_layers, width = experts_BTLK.shape[2:]
-        if num_layers <= max(self.layers) or width != top_k:
+        if (num_layers, width) != self.record_shape:
             raise DataError(
                 f"trainer: sessions {batch.session_ids[:3]} recorded {width} experts in each of "
-                f"{num_layers} layers; the model takes {top_k} in layers up to {max(self.layers)}"
+                f"{num_layers} layers; the model takes {top_k} in {self._num_layers}"
             )
         ids_BTRK = np.sort(experts_BTLK[:, :, list(self.layers)], axis=-1)
         is_missing_BTR = (ids_BTRK == -1).all(axis=-1)

@@ -72,6 +72,41 @@ def test_kept_sets_are_compressed_rows_with_empty_rows_for_what_was_not_sampled(
     assert sample.kept_exact
 
 
+def routes(*experts):
+    """One layer, two experts per token."""
+    return np.array(experts, dtype=np.uint8).reshape(-1, 1, 2)
+
+
+def test_each_turn_brings_the_experts_of_the_tokens_that_were_new_to_the_engine():
+    """10 11 20 before the second token; then 21 30; token 22 was never an input."""
+    first = dataclasses.replace(FIRST, experts=routes([0, 1], [2, 3], [4, 5]))
+    second = dataclasses.replace(SECOND, experts=routes([6, 7], [200, 255]))
+    sample = to_sample(session(first, second), advantage=1.0)
+    assert sample.experts.dtype == np.int16
+    expected = [[0, 1], [2, 3], [4, 5], [6, 7], [200, 255], [-1, -1]]
+    assert sample.experts[:, 0].tolist() == expected
+
+
+def test_turns_of_a_pool_that_records_no_experts_stay_open():
+    first = dataclasses.replace(FIRST, experts=routes([0, 1], [2, 3], [4, 5]))
+    sample = to_sample(session(first, SECOND), advantage=1.0)
+    assert sample.experts[3:, 0].tolist() == [[-1, -1]] * 3
+    second = dataclasses.replace(SECOND, experts=routes([6, 7], [8, 9]))
+    sample = to_sample(session(FIRST, second), advantage=1.0)
+    assert sample.experts[:, 0, 0].tolist() == [-1, -1, -1, 6, 8, -1]
+    assert to_sample(session(FIRST, SECOND), advantage=1.0).experts is None
+
+
+def test_experts_of_too_few_tokens_or_of_another_model_are_refused():
+    first = dataclasses.replace(FIRST, experts=routes([0, 1], [2, 3]))
+    with pytest.raises(DataError, match="turn 0 has 3 new context tokens but experts of 2"):
+        to_sample(session(first, SECOND), advantage=1.0)
+    first = dataclasses.replace(FIRST, experts=routes([0, 1], [2, 3], [4, 5]))
+    second = dataclasses.replace(SECOND, experts=np.zeros((2, 2, 2), dtype=np.uint8))
+    with pytest.raises(DataError, match="experts of different sizes"):
+        to_sample(session(first, second), advantage=1.0)
+
+
 def test_a_session_without_kept_sets_has_none():
     bare = [dataclasses.replace(turn, kept=None) for turn in (FIRST, SECOND)]
     sample = to_sample(session(*bare), advantage=0.0)

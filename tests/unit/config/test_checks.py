@@ -157,3 +157,31 @@ def test_a_sink_whose_package_is_absent_is_refused_with_the_install_command() ->
     assert [line.rsplit(": ", 1)[1] for line in lines] == [
         f"pip install 'rlmix[{name}]'" for name in absent
     ]
+
+
+def with_pools(replays: bool, **changes: Any) -> list[str]:
+    """Problems with `algo.routing_replay` and keys of the pools h100 (and all others, by `all`)."""
+    config = copy.deepcopy(sound_config())
+    config.algo.routing_replay = replays
+    for name, values in changes.items():
+        for pool in config.pools.values() if name == "all" else [config.pools[name]]:
+            for key, value in values.items():
+                setattr(pool, key, value)
+    return [str(problem) for problem in check_train(config)]
+
+
+def test_a_record_that_nobody_asks_for_and_a_replay_of_nothing_are_refused() -> None:
+    assert with_pools(True) == with_pools(True, h100={"record_experts": False}) == []
+    (line,) = with_pools(False, h100={"record_experts": True})
+    assert line.startswith("pools.h100.record_experts: got true with algo.routing_replay=false")
+    (line,) = with_pools(True, all={"record_experts": False})
+    assert line.startswith("algo.routing_replay: got true, but record_experts=false for every pool")
+
+
+def test_an_engine_whose_arguments_forbid_the_record_is_refused_with_the_way_out() -> None:
+    staged = {"engine": "sglang", "engine_args": {"pp-size": 2}}
+    (line,) = with_pools(True, h100=staged)
+    assert line.startswith("pools.h100.engine_args.pp-size: got 2, and SGLang does not record")
+    assert line.endswith("set pools.h100.record_experts=false")
+    assert with_pools(True, h100=staged | {"record_experts": False}) == []
+    assert with_pools(False, h100=staged) == []

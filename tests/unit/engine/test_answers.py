@@ -1,8 +1,11 @@
 """From an answer to a turn: JSON as the real SGLang gives it, binary as ours do."""
 
+import base64
 import copy
+import dataclasses
 
 import numpy as np
+import orjson
 import pytest
 
 from rlmix.core.candidates import Candidates
@@ -10,13 +13,13 @@ from rlmix.core.errors import EngineError
 from rlmix.core.trajectory import VersionSpan
 from rlmix.engine.answers import parse_document, parse_frame
 from rlmix.engine.frame import decode_frame, encode_frame
-from rlmix.engine.protocol import GenerateRequest, SamplingParams
+from rlmix.engine.protocol import GenerateRequest, SamplingParams, request_body
 from rlmix.engine.wire import Answer, generate_document, generate_frame
 
 LOG = np.log
 
 
-def request(record="support", *, top_p=0.9, head_k=0):
+def request(record="support", *, top_p=0.9, head_k=0, **experts):
     return GenerateRequest(
         session_id="s",
         request_id="r",
@@ -24,6 +27,7 @@ def request(record="support", *, top_p=0.9, head_k=0):
         sampling=SamplingParams(temperature=0.7, top_p=top_p, top_k=-1, max_new_tokens=4),
         record=record,
         head_k=head_k,
+        **experts,
     )
 
 
@@ -85,12 +89,57 @@ def test_numbers_of_json_become_the_float32_that_the_engine_had():
     assert kept.logprobs.tobytes() == values.tobytes()
 
 
+def experts_of(rows, dtype=np.uint8):
+    return np.arange(4 * rows, dtype=dtype).reshape(rows, 2, 2)
+
+
 def test_experts_travel_in_binary_with_shape_and_type():
-    experts = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
-    meta, arrays = decode_frame(generate_frame(ANSWER))
-    turn = parse_frame(encode_frame(meta, {**arrays, "experts": experts}), request(), {})
+    """2 input and 2 output tokens: 3 positions were an input."""
+    raw = generate_frame(dataclasses.replace(ANSWER, experts=experts_of(3)))
+    turn = parse_frame(raw, request(experts_shape=(2, 2)), {})
     assert turn.experts.dtype == np.uint8
-    assert turn.experts.tolist() == experts.tolist()
+    assert turn.experts.tolist() == experts_of(3).tolist()
+    assert parse_frame(raw, request(), {}).experts is None
+    silent = parse_frame(generate_frame(ANSWER), request(experts_shape=(2, 2)), {})
+    assert silent.experts is None  # A pool that records none.
+
+
+def test_experts_of_sglang_get_the_shape_of_the_model_and_the_smallest_type():
+    """Flat int32 in base64; from position 1 on, 2 rows are left."""
+    asked = request(experts_shape=(2, 2), experts_start=1)
+    body = request_body(asked)
+    assert (body["return_routed_experts"], body["routed_experts_start_len"]) == (True, 1)
+    assert "return_routed_experts" not in request_body(request())
+    for experts, dtype in ((experts_of(2), np.uint8), (experts_of(2, np.int32) + 250, np.int16)):
+        packed = base64.b64encode(experts.astype("<i4").tobytes()).decode()
+        turn = parse_document(sglang(routed_experts=packed), asked, {})
+        assert turn.experts.dtype == dtype
+        assert turn.experts.tolist() == experts.tolist()
+    ours = generate_document(dataclasses.replace(ANSWER, experts=experts_of(2)))
+    assert parse_document(orjson_read(ours), asked, {}).experts.tolist() == experts_of(2).tolist()
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "message"),
+    [
+        (2, (2, 2), r"routed experts are uint8 of shape \(2, 2, 2\), expected .* \(3, 2, 2\)"),
+        (3, (3, 2), r"12 expert ids are no multiple of 6|expected .* \(3, 3, 2\)"),
+    ],
+)
+def test_experts_of_other_tokens_or_another_model_are_refused(rows, shape, message):
+    asked = request(experts_shape=shape)
+    packed = base64.b64encode(experts_of(rows).astype("<i4").tobytes()).decode()
+    with pytest.raises(EngineError, match=message):
+        parse_frame(
+            generate_frame(dataclasses.replace(ANSWER, experts=experts_of(rows))), asked, {}
+        )
+    with pytest.raises(EngineError, match=message):
+        parse_document(sglang(routed_experts=packed), asked, {})
+
+
+def orjson_read(document):
+    """What a client reads of a document that one of our servers wrote."""
+    return orjson.loads(orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 @pytest.mark.parametrize(

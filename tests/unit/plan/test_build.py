@@ -1,5 +1,6 @@
 """From a checked configuration to commands, prices and warnings."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -164,3 +165,17 @@ def test_more_than_the_accelerators_memory_is_said() -> None:
 def test_a_model_of_unknown_shape_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match=r"model.path=my/model.*num_hidden_layers"):
         facts_from_config("my/model", {"hidden_size": 8})
+
+
+def test_pools_record_experts_when_they_are_replayed_unless_a_pool_is_told_not_to() -> None:
+    switch = "--enable-return-routed-experts"
+    assert not any(switch in pool.argv for pool in plan().pools.values())
+    recording = plan("algo.routing_replay=true", "pools.h100.record_experts=false").pools
+    assert [name for name, pool in recording.items() if switch not in pool.argv] == ["h100"]
+
+
+def test_routing_replay_of_a_model_without_experts_is_refused_by_the_plan() -> None:
+    facts = dataclasses.replace(tiny_facts(), experts=0)
+    config = load_config("train", ["algo.routing_replay=true"]).config
+    with pytest.raises(PlanError, match=r"algo\.routing_replay: got true, but bundled:tiny has no"):
+        build_plan(config, facts=facts, python="/opt/python")

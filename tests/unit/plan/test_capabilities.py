@@ -122,7 +122,7 @@ def test_row_names_are_unique() -> None:
                 NVFP4_B200,
                 activations="nvfp4",
                 moe="flashinfer_trtllm",
-                routing_replay="true",
+                record_experts="true",
             ),
             "routing-inside-the-kernel",
         ),

@@ -130,6 +130,8 @@ def test_routing_replay_asks_for_the_experts() -> None:
     plan = planned("algo.routing_replay=true")
     assert all("--enable-return-routed-experts" in pool.argv for pool in plan.pools.values())
     assert "enable-return-routed-experts" not in flags("b200")
+    plan = planned("algo.routing_replay=true", "pools.b200.record_experts=false")
+    assert "--enable-return-routed-experts" not in plan.pools["b200"].argv
 
 
 def test_ascend_has_its_own_profile_and_wants_a_price() -> None:

@@ -70,12 +70,25 @@ def said(text: str, *, ended: bool = True) -> list[int]:
     return [*RENDERER.content_ids(text), *([END] if ended else [])]
 
 
+class NotingClient(EngineClient):
+    """The real client, which also remembers what it was asked."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.requests: list[GenerateRequest] = []
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        self.requests.append(request)
+        return await super().generate(request)
+
+
 class Lab:
     """A scripted engine behind real HTTP, and one sandbox backend."""
 
     def __init__(self, runner: asyncio.Runner, backend: NamespaceBackend) -> None:
         self.runner, self.backend = runner, backend
         self.calls: list[ScriptedCall] = []
+        self.requests: list[GenerateRequest] = []
 
     def run(
         self,
@@ -108,7 +121,8 @@ class Lab:
         await engine.start()
         for fault in faults:
             engine.fail_next(fault)
-        client = EngineClient(engine.url, timeout_s=5.0)
+        client = NotingClient(engine.url, timeout_s=5.0)
+        self.requests = client.requests
         try:
             return await run_session(
                 spec,
@@ -167,6 +181,16 @@ def test_ids_only_grow_and_hold_what_was_sampled_and_seen(lab: Lab) -> None:
     assert done.turns[0].observation_ids == tuple(seen)
     assert done.turns[-1].observation_ids == ()
     assert done.num_tokens == len(ids)
+
+
+def test_a_later_turn_asks_only_for_the_experts_of_what_is_new(lab: Lab) -> None:
+    """The token sampled last is the first of the new inputs: it was not an input before."""
+    done = lab.run(said("ls"), said("submit"), spec=replace(SPEC, experts_shape=(3, 2)))
+    first_end = len(done.prompt_ids) + len(done.turns[0].output_ids)
+    assert [request.experts_start for request in lab.requests] == [0, first_end - 1]
+    assert all(request.experts_shape == (3, 2) for request in lab.requests)
+    lab.run(said("submit"))
+    assert lab.requests[0].experts_shape is None
 
 
 def test_edit_and_submit_in_one_command(lab: Lab) -> None:

@@ -58,10 +58,17 @@ class PoolConfig:
     canary_tolerance_nats: float
     """Largest mean absolute difference between a new replica's logprobs and the trainer's that
     the pool's formats explain; above it the replica is not admitted."""
+    record_experts: bool | None
+    """Record which experts each token took; None: when `algo.routing_replay` wants them."""
     usd_per_hour: float | None
     """Price of one accelerator of this pool; None takes that of `accelerators`."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the engine, without dashes."""
+
+
+def records_experts(pool: PoolConfig, *, routing_replay: bool) -> bool:
+    """Does the pool's engine record the experts of its tokens?"""
+    return routing_replay if pool.record_experts is None else pool.record_experts
 
 
 @dataclass(kw_only=True, slots=True)

@@ -163,11 +163,11 @@ ROWS: tuple[Row, ...] = (
     Row(
         name="routing-inside-the-kernel",
         verdict=REFUSED,
-        when={"moe": ("flashinfer_trtllm",), "routing_replay": ("true",)},
+        when={"moe": ("flashinfer_trtllm",), "record_experts": ("true",)},
         reason="this runner routes inside its kernel and records no experts, and routing replay "
         "would get zeros without an error",
         source="https://github.com/vllm-project/vllm/pull/44214",
-        instead=({"moe": "flashinfer_trtllm_routed"},),
+        instead=({"moe": "flashinfer_trtllm_routed"}, {"record_experts": "false"}),
     ),
     Row(
         name="bf16-trtllm-graph",
