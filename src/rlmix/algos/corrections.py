@@ -223,8 +223,8 @@ class CenteringTerm:
     sum_T: Tensor
     """[T] sum over candidates of sg[c] log p; its gradient is E_q[f(r) grad log p]."""
     coeff_l1_T: Tensor
-    """[T] detached. L1 norm of that gradient in the candidates' logits: the size of the push that
-    centering removes, 0 when the policies agree."""
+    """[T] detached. L1 norm of that gradient in the logits of the whole vocabulary: the size of
+    the push that centering removes, 0 when the policies agree."""
     tail_ratio_T: Tensor
     """[T] detached. Tail mass of the sampler over that of the trainer; 1 with exact support."""
 
@@ -256,19 +256,20 @@ def centering_term(support: Support, *, kind: str, low: float, high: float) -> C
     p_TK = trainer_TK.detach().exp().masked_fill(~kept_TK, 0.0)
     mass_TK = q_TK * weights_TK
     if support.is_exact:
-        # The same gradient as mass_TK, since sum_v p_v grad log p_v = 0 on the support.
-        push_TK = mass_TK - mass_TK.sum(dim=1, keepdim=True) * p_TK
         coeff_TK = mass_TK
         tail_ratio_T = torch.ones_like(q_TK.sum(dim=1))
+        p_tail_T = torch.zeros_like(tail_ratio_T)
     else:
         q_tail_T = (1.0 - q_TK.sum(dim=1)).clamp(min=TAIL_FLOOR)
         p_tail_T = (1.0 - p_TK.sum(dim=1)).clamp(min=TAIL_FLOOR)
         tail_ratio_T = q_tail_T / p_tail_T
         tail_weight_T = ratio_weights(-tail_ratio_T.log(), kind=kind, low=low, high=high)
-        push_TK = mass_TK - (tail_ratio_T * tail_weight_T)[:, None] * p_TK
-        coeff_TK = push_TK
+        coeff_TK = mass_TK - (tail_ratio_T * tail_weight_T)[:, None] * p_TK
+    # sum_v c_v grad log p_v is c_v - C p_v in the logits, C the sum of c; c is 0 in the tail.
+    total_T = coeff_TK.sum(dim=1)
+    push_TK = coeff_TK - total_T[:, None] * p_TK
     return CenteringTerm(
         sum_T=(coeff_TK * trainer_TK).sum(dim=1),
-        coeff_l1_T=push_TK.abs().sum(dim=1),
+        coeff_l1_T=push_TK.abs().sum(dim=1) + total_T.abs() * p_tail_T,
         tail_ratio_T=tail_ratio_T,
     )

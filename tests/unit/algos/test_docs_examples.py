@@ -137,7 +137,7 @@ def test_a_head_of_two_models_the_tail_and_can_hide_a_masked_token(row):
     assert term.sum_T.item() == pytest.approx(expected, abs=1e-12)
     mu = torch.autograd.grad(term.sum_T.sum(), z)[0][0].tolist()
     assert mu == pytest.approx(numbers(row[3]), abs=1e-12)
-    assert term.coeff_l1_T.item() == pytest.approx(sum(map(abs, coefficients)), abs=1e-12)
+    assert term.coeff_l1_T.item() == pytest.approx(sum(map(abs, mu)), abs=1e-12)
 
 
 def test_replay_renormalises_both_sides_on_the_kept_set():

@@ -79,8 +79,10 @@ def test_the_push_of_an_unweighted_loss_is_the_mass_that_moved(make_rank, model_
     rank.load(model_dir)
     watched = [with_heads(rank, samples[0], tail_times=2.0), *samples[1:]]
     metrics = rank.train_step(watched, step=1, version=2).metrics
-    # |q - 2 p| over the head is 2 P - Q = 2 P - 1 + 2 (1 - P) = 1, whatever P is.
-    assert metrics["correction/head_coeff_l1"] == pytest.approx(1.0, rel=1e-3)
+    # |q - p| is 1 - P over the head, whose mass is 1 - 2 (1 - P), and as much over the tail.
+    tail = 1 - metrics["correction/head_mass_trainer"]
+    assert tail > 1e-3
+    assert metrics["correction/head_coeff_l1"] == pytest.approx(2 * tail, rel=1e-3)
 
 
 def test_heads_change_neither_loss_nor_gradient(make_rank, model_dir, samples):
