@@ -106,10 +106,8 @@ def plan_of(config: "TrainConfig") -> "RunPlan":
 def facts_of(config: "TrainConfig") -> "ModelFacts":
     """Sizes of the policy: those that ship with rlmix for known model ids, else those of the
     folder's config.json. A plan of real servers needs no other file of the folder."""
-    import json
-
     from rlmix.model.bundle import resolve_model
-    from rlmix.plan.model_facts import BUNDLED, bundled_facts, facts_from_config
+    from rlmix.plan.model_facts import BUNDLED, bundled_facts, facts_from_file
 
     name = config.model.path
     if name in BUNDLED:
@@ -118,7 +116,7 @@ def facts_of(config: "TrainConfig") -> "ModelFacts":
     is_planned_only = all(pool.engine == "sglang" for pool in config.pools.values())
     if not (is_planned_only and path.is_file()):
         path = resolve_model(name) / "config.json"
-    return facts_from_config(name, json.loads(path.read_text()))
+    return facts_from_file(name, path)
 
 
 def compared(plan: "RunPlan", config: "TrainConfig", conf_dir: Path | None) -> "RunPlan":

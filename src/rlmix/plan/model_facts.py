@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from rlmix.core.errors import PlanError
@@ -24,6 +25,16 @@ REFERENCE = "Qwen/Qwen3.6-35B-A3B"
 """The model that accelerators are compared with."""
 BUNDLED = {REFERENCE: "qwen36_35b_a3b.json", "Qwen/Qwen3.5-35B-A3B": "qwen36_35b_a3b.json"}
 """Model id -> sizes that ship with rlmix, so that a plan needs no network and no files."""
+
+SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "vocab_size", "max_position_embeddings", "full_attention_interval",
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+    "linear_value_head_dim", "linear_conv_kernel_dim", "moe_intermediate_size",
+    "num_experts_per_tok", "depth", "patch_size", "temporal_patch_size", "spatial_merge_size",
+    "num_position_embeddings", "out_hidden_size", "in_channels",
+)  # fmt: skip
+"""Fields of `config.json` that are whole numbers of 1 or more where they are given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +171,27 @@ class ModelFacts:
         return width % (tp * FP8_BLOCK) == 0 or (tp == 1 and width == 0) or not self.is_moe
 
 
+def facts_from_file(name: str, path: Path) -> ModelFacts:
+    """Sizes from a `config.json` on disk.
+
+    Raises:
+        PlanError: the file is no JSON object, or `facts_from_config` refuses it.
+    """
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            f"model.path={name}: {path} cannot be read as JSON ({error}); copy it from the model "
+            "again"
+        ) from error
+    if not isinstance(config, dict):
+        raise PlanError(
+            f"model.path={name}: {path} holds a {type(config).__name__}; a config.json is an "
+            "object with the sizes of the model"
+        )
+    return facts_from_config(name, config)
+
+
 def facts_from_config(name: str, config: Mapping[str, Any]) -> ModelFacts:
     """Sizes from a `config.json`: dense, MoE, or hybrid with gated-delta-net layers, at the top
     or nested in `text_config`.
@@ -168,6 +200,12 @@ def facts_from_config(name: str, config: Mapping[str, Any]) -> ModelFacts:
         PlanError: a field is missing, or the model is of a kind whose sizes would be guesses.
     """
     text: Mapping[str, Any] = config.get("text_config") or config
+    faults = [*_size_faults(text), *_size_faults(config.get("vision_config") or {})]
+    if faults:
+        raise PlanError(
+            f"model.path={name}: config.json has {', '.join(faults)}; sizes are whole numbers of 1 "
+            "or more"
+        )
     if text.get("kv_lora_rank"):
         raise PlanError(
             f"model.path={name}: config.json describes multi-head latent attention (kv_lora_rank); "
@@ -180,6 +218,18 @@ def facts_from_config(name: str, config: Mapping[str, Any]) -> ModelFacts:
             f"model.path={name}: config.json has no usable {error}; rlmix plans decoders with "
             "hidden_size, num_hidden_layers, attention heads and vocab_size"
         ) from error
+
+
+def _size_faults(part: Any) -> list[str]:
+    """`hidden_size='abc'`, for every field of `SIZES` that is there and no size."""
+    if not isinstance(part, Mapping):
+        return [f"a {type(part).__name__} in place of an object"]
+    given = {field: part[field] for field in SIZES if part.get(field) is not None}
+    return [
+        f"{field}={value!r}"
+        for field, value in given.items()
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1
+    ]
 
 
 def _facts(name: str, config: Mapping[str, Any], text: Mapping[str, Any]) -> ModelFacts:

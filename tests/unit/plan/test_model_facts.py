@@ -1,11 +1,18 @@
 """Sizes from config.json, held against published totals and models built on the meta device."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlmix.core.errors import PlanError
-from rlmix.plan.model_facts import REFERENCE, ModelFacts, bundled_facts, facts_from_config
+from rlmix.plan.model_facts import (
+    REFERENCE,
+    ModelFacts,
+    bundled_facts,
+    facts_from_config,
+    facts_from_file,
+)
 
 QWEN = bundled_facts(REFERENCE)
 
@@ -106,12 +113,29 @@ def test_a_text_model_inside_another_is_found() -> None:
         ({"hidden_size": 8}, "num_hidden_layers"),
         ({**DENSE, "kv_lora_rank": 8}, "multi-head latent attention"),
         ({**DENSE, "layer_types": ["mamba"] * 3}, "layer_types (got mamba)"),
+        ({**DENSE, "hidden_size": "big"}, "hidden_size='big'; sizes are whole numbers"),
+        ({**DENSE, "num_attention_heads": 0}, "num_attention_heads=0"),
+        ({**DENSE, "max_position_embeddings": "x"}, "max_position_embeddings='x'"),
+        ({"text_config": "qwen"}, "a str in place of an object"),
     ],
 )
 def test_a_model_of_unknown_shape_is_refused_by_name(config: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError) as caught:
         facts_from_config("my/model", config)
     assert "model.path=my/model" in str(caught.value)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [('{"hidden_size": 12,', "cannot be read as JSON"), ("[1, 2]", "holds a list")],
+)
+def test_a_damaged_file_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(PlanError) as caught:
+        facts_from_file("my/model", path)
+    assert str(caught.value).startswith("model.path=my/model: ")
     assert said in str(caught.value)
 
 
