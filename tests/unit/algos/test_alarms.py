@@ -187,8 +187,19 @@ def test_a_pool_that_leaves_its_usual_place_among_the_others_drifts():
 
 
 def test_the_fault_of_one_pool_does_not_accuse_the_others():
-    found = onsets([*[fleet(b200=0.02, a100=0.01)] * 5, *[fleet(b200=0.02, a100=0.4)] * 30])
-    assert found == {"pool_drift/a100": (8, 6)}  # Its past never takes the fault in.
+    steps = [*[fleet(b200=0.02, a100=0.01)] * 5, *[fleet(b200=0.02, a100=0.4)] * 30]
+    assert onsets(steps) == {"pool_drift/a100": (8, 6)}
+    # Its past never takes the fault in: after 30 steps the alarm still stands.
+    memory = AlarmMemory()
+    for step, row in enumerate(steps, start=1):
+        standing, memory = check_alarms(rules(), memory, row, step=step)
+    assert [(alarm.key, alarm.since_step) for alarm in standing] == [("pool_drift/a100", 6)]
+
+
+def test_a_pool_that_was_always_far_is_granted_no_more_than_a_format_explains():
+    # 40 times the others while that is too near to count; 100 times is 12.5 times the gap of 8.
+    steps = [fleet(b200=0.04, a100=0.001)] * 6 + [fleet(b200=0.1, a100=0.001)] * 3
+    assert onsets(steps) == {"pool_drift/b200": (9, 7)}
 
 
 def test_a_pool_that_is_wrong_from_the_first_step_has_no_past_to_hide_behind():

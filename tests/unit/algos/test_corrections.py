@@ -49,6 +49,14 @@ def test_bounds_stay_inclusive_when_the_logarithms_round(dtype, p, q):
     assert weights.item() == pytest.approx(p / q, rel=1e-5)
 
 
+def test_in_float32_bounds_end_two_millionths_beyond_themselves():
+    sampler = torch.full((4,), -3.7)
+    ratios = torch.tensor([0.49999, 0.4999995, 5.000005, 5.0001], dtype=torch.float64)
+    trainer = (sampler.double() + ratios.log()).float()
+    weights, _ = importance_weights(trainer, sampler, kind="mis", low=0.5, high=5.0)
+    assert (weights > 0).tolist() == [False, True, True, False]
+
+
 def test_ppo_stops_good_tokens_above_and_bad_tokens_below_the_clip():
     ratios = torch.tensor([1.3, 1.3, 0.7, 0.7, 1.0], dtype=torch.float64)
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0], dtype=torch.float64)
@@ -112,6 +120,38 @@ def test_wrong_arguments_are_refused_with_what_is_allowed():
     for kind in ("gspo", "seq_tis"):
         with pytest.raises(ValueError, match=f"{kind} needs sequences_T"):
             importance_weights(zeros, zeros, kind=kind, low=0.8, high=1.2, advantages_T=zeros)
+
+
+def test_the_outside_share_of_sequence_kinds_is_that_of_their_sequences():
+    # ratios 4 and 1/4 cancel in the geometric mean of sequence 0; sequence 1 has 1.5
+    trainer = torch.tensor([4.0, 0.25, 1.5], dtype=torch.float64).log()
+    facts = {"advantages_T": torch.ones(3), "sequences_T": torch.tensor([0, 0, 1])}
+    for kind, low, outside in (("gspo", 0.8, 1 / 3), ("seq_tis", 9.0, 1 / 3), ("ppo", 0.8, 1.0)):
+        _, metrics = importance_weights(
+            trainer, torch.zeros(3), kind=kind, low=low, high=1.2, **facts
+        )
+        assert metrics["correction/outside_frac"] == pytest.approx(outside)
+
+
+def test_tails_are_told_apart_down_to_a_millionth():
+    def ratio(sampler_tail, trainer_tail):
+        tails = torch.tensor([[sampler_tail], [trainer_tail]], dtype=torch.float64)
+        sampler, trainer = (1 - tails).log()
+        return centering_term(
+            Support(trainer[None], sampler[None], False), kind="none", low=0.0, high=1.0
+        ).tail_ratio_T.item()
+
+    assert ratio(8e-6, 2e-6) == pytest.approx(4.0, rel=1e-6)
+    assert ratio(2e-6, 1e-9) == pytest.approx(2.0, rel=1e-6)
+    assert ratio(1e-9, 1e-12) == 1.0
+
+
+def test_a_float32_sampler_beside_a_float64_trainer_costs_no_further_digits():
+    p = torch.tensor([[0.60, 0.25, 0.13, 0.02]], dtype=torch.float64).log().requires_grad_()
+    q = torch.tensor([[0.45, 0.25, 0.12, 0.18]]).log()
+    term = centering_term(Support(p, q, True), kind="none", low=0.0, high=1.0)
+    (mass,) = torch.autograd.grad(term.sum_T.sum(), p)
+    assert torch.allclose(mass, q.double().exp(), atol=1e-15, rtol=0)
 
 
 def test_empty_tails_of_a_head_stay_finite():

@@ -164,6 +164,28 @@ def test_ppo_is_the_clipped_surrogate_in_value_and_gradient():
     assert metrics["correction/masked_frac"] == 0.5
 
 
+def test_a_mask_of_zeros_and_ones_is_not_taken_for_positions():
+    trainer = torch.tensor([-1.0, -2.0, -4.0], dtype=torch.float64)
+    for dtype in (torch.bool, torch.uint8, torch.int64, torch.float32):
+        mask = torch.tensor([1, 0, 1]).to(dtype)
+        loss, metrics = policy_loss(
+            trainer, trainer, torch.ones(3), mask, **MODES["none"], denominator=1, centering=False
+        )
+        assert loss.item() == pytest.approx(5.0)
+        assert metrics["mismatch/max_abs"] == 0.0
+
+
+def test_an_unlikely_token_still_gets_its_gradient():
+    # ln of the smallest float32 is -103: as far as a softmax of real logits goes
+    trainer = torch.tensor([-95.0, -103.0], requires_grad=True)
+    loss, _ = policy_loss(
+        trainer, torch.full((2,), -3.0), torch.tensor([-1.0, 1.0]), torch.ones(2).bool(),
+        **MODES["none"], denominator=1, centering=False,
+    )  # fmt: skip
+    assert torch.autograd.grad(loss, trainer)[0].tolist() == [1.0, -1.0]
+    assert loss.item() == pytest.approx(-95 + 103)
+
+
 def test_a_good_token_is_pushed_up_and_a_bad_one_down():
     for mode in MODES:
         for advantage in (1.0, -1.0):

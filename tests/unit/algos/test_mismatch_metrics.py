@@ -110,6 +110,17 @@ def test_step_metrics_split_by_pool_and_by_lag():
     assert metrics["loss/entropy"] == pytest.approx(0.7)
 
 
+def test_lags_fall_into_the_buckets_that_their_names_say():
+    lags = torch.tensor([1, 2, 3, 4, 5, 6])
+    metrics = step_metrics(facts(lags_T=lags), pool_names=["h100", "b200"])
+    tokens = {
+        key.split("/")[2]: value
+        for key, value in metrics.items()
+        if key.startswith("mismatch/by_lag/") and key.endswith("/tokens")
+    }
+    assert tokens == {"0-1": 1, "2-3": 2, "4-5": 2, "6+": 1}
+
+
 def test_step_metrics_split_by_weight_view_and_by_position():
     names = ["h100", "b200"]
     metrics = step_metrics(facts(), pool_names=names, pool_views={"b200": "nvfp4"})

@@ -102,6 +102,9 @@ def test_samples_that_need_different_arithmetic_never_share_a_micro_batch():
     assert sorted(b.session_ids for b in batches) == [("head",), ("kept",), ("plain",), ("silent",)]
     assert [b.session_ids for b in batches if not b.needs_gradient] == [("silent",)]
     assert [b.session_ids for b in batches if not b.kept_exact] == [("head",)]
+    # Gradients are summed in the same order whatever came first.
+    backwards = pack_samples(samples[::-1], max_tokens=1000)
+    assert [b.session_ids for b in backwards] == [b.session_ids for b in batches]
 
 
 @settings(max_examples=50, deadline=None)
