@@ -60,6 +60,8 @@ class Mode:
     """Kept sets."""
     head_k: int
     is_binary: bool
+    experts: bool = False
+    """Routed experts of prompt and output, which every slot and cached prefix then holds."""
 
 
 MODES = (
@@ -68,6 +70,8 @@ MODES = (
     Mode(name="kept sets, binary", record=True, head_k=0, is_binary=True),
     Mode(name=f"and a head of {HEAD_K}, JSON", record=True, head_k=HEAD_K, is_binary=False),
     Mode(name=f"and a head of {HEAD_K}, binary", record=True, head_k=HEAD_K, is_binary=True),
+    Mode(name="kept sets, experts, JSON", record=True, head_k=0, is_binary=False, experts=True),
+    Mode(name="kept sets, experts, binary", record=True, head_k=0, is_binary=True, experts=True),
 )
 PLAIN, BINARY = 0, 2
 """Rows that the requirement compares."""
@@ -93,6 +97,7 @@ class Engine:
             ),
             record="support" if mode.record else "none",
             head_k=mode.head_k,
+            experts_shape=(self.shape.num_layers, self.shape.top_k) if mode.experts else None,
         )
 
     def _request(self, asked: GenerateRequest, mode: Mode) -> Request:
@@ -121,6 +126,7 @@ class Engine:
             context_length=self.shape.context_length,
             max_total_tokens=1 << 20,
             mask_cap=wire.DEFAULT_MASK_CAP,
+            records_routes=mode.experts,
         )
         requests = [
             self._request(self.asked(mode, tokens=tokens, seed=seed), mode)
@@ -193,6 +199,7 @@ def _turn(generation: Generation) -> Turn:
         sampler_logprobs=generation.sampler_logprobs,
         kept=generation.kept,
         head=generation.head,
+        experts=generation.experts,
         version_spans=generation.version_spans,
     )
 
