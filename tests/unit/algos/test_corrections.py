@@ -12,6 +12,7 @@ from rlmix.algos.corrections import (
     effective_sample_frac,
     importance_weights,
 )
+from rlmix.algos.losses import policy_loss
 from rlmix.algos.support import Support
 
 
@@ -130,6 +131,11 @@ def test_the_outside_share_of_sequence_kinds_is_that_of_their_sequences():
         _, metrics = importance_weights(
             trainer, torch.zeros(3), kind=kind, low=low, high=1.2, **facts
         )
+        assert metrics["correction/outside_frac"] == pytest.approx(outside)
+        _, metrics = policy_loss(
+            trainer, torch.zeros(3), mask_T=torch.ones(3).bool(), importance=kind, low=low,
+            high=1.2, denominator=3, centering=False, **facts,
+        )  # fmt: skip
         assert metrics["correction/outside_frac"] == pytest.approx(outside)
 
 
