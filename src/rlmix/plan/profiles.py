@@ -2,14 +2,11 @@
 
 Pure. Invariant: everything that decides numbers is named, also where it is what SGLang would pick
 today, so that a new version cannot change them in silence; no choice is left at `auto` on CUDA.
-Flag names and choices are those of SGLang 0.5.23 (`sglang_flags.json`, read from its wheel).
+Flag names and choices are those of SGLang 0.5.23 (`plan/engine_args.py`).
 """
 
-import functools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 from rlmix.config.schema.pools import PoolConfig, records_experts
@@ -34,30 +31,6 @@ STATE_TRACK_TOKENS = 256
 """A prefix of a hybrid model is found again at multiples of this."""
 MIN_MASK_TOKENS = 4096
 """Smallest cap on a recorded kept set: ties at the cutoff keep more tokens than top-k."""
-OWNED = frozenset(
-    {
-        "attention-backend",
-        "context-length",
-        "enable-deterministic-inference",
-        "enable-return-routed-experts",
-        "host",
-        "kv-cache-dtype",
-        "linear-attn-decode-backend",
-        "linear-attn-prefill-backend",
-        "mamba-ssm-dtype",
-        "max-running-requests",
-        "mem-fraction-static",
-        "model-path",
-        "moe-runner-backend",
-        "port",
-        "quantization",
-        "random-seed",
-        "sampling-mask-max-tokens",
-        "tp-size",
-        "weight-version",
-    }
-)
-"""Arguments that follow from pool keys; `engine_args` may not contradict them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,34 +155,6 @@ def _environment(pool: PoolConfig, architecture: str) -> dict[str, str]:
     return env
 
 
-def argument_faults(name: str, pool: PoolConfig, *, is_moe: bool) -> list[str]:
-    """What is wrong with `engine_args` and with names that become arguments, one line each."""
-    known = sglang_flags()
-    faults = []
-    for key, value in pool.engine_args.items():
-        where = f"pools.{name}.engine_args.{key}"
-        if key in OWNED:
-            faults.append(f"{where}: rlmix sets this from the pool's keys; change those instead")
-        elif key not in known:
-            faults.append(f"{where}: SGLang 0.5.23 has no --{key}; see `sglang serve --help`")
-        elif known[key] is True and not isinstance(value, bool):
-            faults.append(f"{where}: got {value!r}, but --{key} is a switch; use true or false")
-        elif isinstance(choices := known[key], list) and value not in choices:
-            faults.append(f"{where}: got {value!r}; --{key} takes {', '.join(choices)}")
-    runners = known["moe-runner-backend"]
-    if is_moe and isinstance(runners, list) and pool.moe not in runners:
-        faults.append(f"pools.{name}.moe: got {pool.moe!r}; SGLang has {', '.join(runners)}")
-    return faults
-
-
-@functools.cache
-def sglang_flags() -> Mapping[str, bool | list[str] | None]:
-    """Every flag of SGLang 0.5.23 without its dashes -> True (a switch), its choices, or None."""
-    text = resources.files("rlmix.plan").joinpath("sglang_flags.json").read_text()
-    flags: dict[str, bool | list[str] | None] = json.loads(text)["flags"]
-    return flags
-
-
 def _is_exact(config: TrainConfig) -> bool:
     return config.numerics.consistency == "exact"
 
@@ -219,6 +164,8 @@ def _flags(arguments: Mapping[str, Any]) -> list[str]:
     for name, value in arguments.items():
         if value is True:
             parts.append(f"--{name}")
+        elif isinstance(value, list | tuple):
+            parts += [f"--{name}", *map(str, value)]
         elif value is not False:
             parts += [f"--{name}", str(value)]
     return parts

@@ -10,10 +10,10 @@ from rlmix.config.schema.train import TrainConfig
 from rlmix.core.errors import PlanError
 from rlmix.plan.accelerators import architecture
 from rlmix.plan.capabilities import Combination, Judgement, judge, refusal_text
+from rlmix.plan.engine_args import argument_faults
 from rlmix.plan.fit import fit_faults
 from rlmix.plan.matrix import ROWS
 from rlmix.plan.model_facts import ModelFacts
-from rlmix.plan.profiles import argument_faults
 
 
 def refuse(lines: Sequence[str]) -> None:

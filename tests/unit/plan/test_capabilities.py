@@ -15,8 +15,8 @@ from rlmix.plan.capabilities import (
     judge,
     refusal_text,
 )
+from rlmix.plan.engine_args import sglang_flags
 from rlmix.plan.matrix import ROWS
-from rlmix.plan.profiles import sglang_flags
 
 NVFP4_B200 = Combination(
     accelerator="b200", architecture="sm100", weights="nvfp4", activations="bf16", kv="fp8",

@@ -2,9 +2,10 @@
 
 import pytest
 
+from rlmix.core.errors import PlanError
 from rlmix.plan.build import build_plan
+from rlmix.plan.engine_args import KEYS, NOT_OURS, sglang_flags
 from rlmix.plan.model_facts import facts_from_config
-from rlmix.plan.profiles import sglang_flags
 from tests.unit.plan.qwen36 import configured, planned
 
 PLAN = planned()
@@ -40,7 +41,8 @@ def test_the_list_of_flags_is_that_of_the_version() -> None:
     assert len(known) > 500
     assert known["enable-metrics"] is True
     assert "cutlass" in (known["moe-runner-backend"] or ())
-    assert known["context-length"] is None
+    assert known["chunked-prefill-size"] == "int"
+    assert set(KEYS) | set(NOT_OURS) <= set(known)
 
 
 @pytest.mark.parametrize("pool", POOLS)
@@ -175,3 +177,48 @@ def test_further_arguments_reach_the_server() -> None:
     assert given["decode-log-interval"] == "1000"
     assert given["page-size"] == "128"
     assert given["disable-cuda-graph"] is True
+
+
+def fault(argument: str) -> str:
+    """What is said about one further argument of pool a100."""
+    with pytest.raises(PlanError) as caught:
+        planned(f"+pools.a100.engine_args.{argument}")
+    key, _, said = str(caught.value).partition(": ")
+    assert key == f"pools.a100.engine_args.{argument.split('=')[0]}"
+    return said
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("prefill-attention-backend=triton", "follows from pools.a100.attention"),
+        ("max-mamba-cache-size=10", "follows from pools.a100.max_running"),
+        ("dp-size=2", "accelerators are pools.a100.tp"),
+        ("pp-size=2", "accelerators are pools.a100.tp"),
+        ("config=more.yaml", "override the plan unseen"),
+        ("speculative-algorithm=EAGLE", "no draft model"),
+        ("dtype=float16", "stays BF16"),
+        ("enable-lora=7", "is a switch"),
+        ("log-requests-level=9", "takes 0, 1, 2, 3"),
+        ("chunked-prefill-size=many", "takes a whole number"),
+        ("chunked-prefill-size=null", "takes a whole number"),
+        ("schedule-conservativeness=[1,2]", "takes a number"),
+        ("served-model-name={a:1}", "takes one number or text"),
+        ("cuda-graph-bs-decode=[]", "takes one or more words"),
+    ],
+)
+def test_an_argument_that_would_make_the_plan_untrue_is_refused(argument: str, said: str) -> None:
+    assert said in fault(argument)
+
+
+@pytest.mark.parametrize("flag", ["api-key", "admin-api-key", "ssl-keyfile-password"])
+def test_a_secret_is_refused_and_not_repeated(flag: str) -> None:
+    said = fault(f"{flag}=hunter2")
+    assert "a secret would stand in the plan" in said
+    assert "hunter2" not in said
+
+
+def test_several_words_of_one_argument_stay_apart() -> None:
+    argv = planned("+pools.b200.engine_args.cuda-graph-bs-decode=[1,8,32]").pools["b200"].argv
+    start = argv.index("--cuda-graph-bs-decode")
+    assert argv[start + 1 : start + 4] == ("1", "8", "32")
