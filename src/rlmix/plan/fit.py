@@ -1,6 +1,7 @@
 """Whether a model fits a pool: tensor-parallel limits and memory. Pure, one line a fault."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from rlmix.config.schema.pools import AcceleratorConfig, PoolConfig
 from rlmix.plan.memory import CONTEXTS_TOKENS, MemoryBudget, memory_budget
@@ -46,7 +47,10 @@ def fit_faults(
             )
         if facts.heads % pool.tp or facts.linear_heads % pool.tp:
             causes.append(f"{facts.heads} attention heads do not divide by {pool.tp}")
-        causes.append(kv_copies(pool, facts))
+        if facts.kv_heads % pool.tp and pool.tp % facts.kv_heads:
+            causes.append(f"{facts.kv_heads} KV heads neither divide by {pool.tp} nor copy evenly")
+        else:
+            causes.append(kv_copies(pool, facts))
         best = f"set pools.{name}.tp={fitting[0]}" if fitting else "take larger accelerators"
         allowed = ", ".join(map(str, sizes))
         yield (
@@ -56,24 +60,77 @@ def fit_faults(
         return
     if pool.tp in fitting:
         return
+    yield _memory_fault(name, pool, chip, facts, fitting, context_tokens)
+
+
+def _memory_fault(
+    name: str,
+    pool: PoolConfig,
+    chip: AcceleratorConfig,
+    facts: ModelFacts,
+    fitting: list[int],
+    context_tokens: int,
+) -> str:
+    """Too little room for one session of `context_tokens`, told by what takes the room. Every
+    change that it names was tried."""
     budget = pool_budget(pool, chip, facts)
-    larger = [tp for tp in fitting if tp > pool.tp]
-    changes = [f"pools.{name}.tp={tp}" for tp in larger[:1]]
-    if pool.weights == "bf16" and chip.fp8_tflops is not None:
+    share = (
+        f"of the {budget.share_gib:.1f} GiB that memory_frac={pool.memory_frac:g} of {pool.tp} x "
+        f"{chip.memory_gb:g} GB gives to weights and caches"
+    )
+    alone = pool_budget(replace(pool, max_running=1), chip, facts)
+    if alone.kv_tokens >= context_tokens:
+        running = _most_running(pool, chip, facts, context_tokens)
+        return (
+            f"pools.{name}.max_running: got {pool.max_running} on {pool.accelerator}: the "
+            f"recurrent states of as many requests take {budget.state_gib:.1f} GiB beside "
+            f"{budget.weights_gib:.1f} GiB of {pool.weights} weights {share}, and no session of "
+            f"{context_tokens} tokens fits beside them; set pools.{name}.max_running={running} or "
+            "less"
+        )
+    changes = [f"pools.{name}.tp={tp}" for tp in fitting if tp > pool.tp][:1]
+    narrow = replace(pool, weights="fp8", activations="fp8")
+    if (
+        pool.weights == "bf16"
+        and chip.fp8_tflops is not None
+        and pool.tp in facts.tp_sizes("fp8")
+        and _holds(narrow, chip, facts, pool.tp, context_tokens)
+    ):
         changes.append(f"pools.{name}.weights=fp8 pools.{name}.activations=fp8")
-    room_gib = budget.share_gib - budget.weights_gib
-    longest = budget.requests.get(str(context_tokens), 0)
-    held = (
-        f"{longest} requests of {context_tokens} tokens fit beside them"
-        if room_gib > 0
-        else "nothing is left for a cache"
-    )
-    yield (
+    if not changes:
+        fewer = replace(pool, max_running=1)
+        sizes = [
+            tp
+            for tp in facts.tp_sizes(pool.weights)
+            if _holds(fewer, chip, facts, tp, context_tokens)
+        ]
+        if sizes:
+            running = _most_running(replace(pool, tp=sizes[0]), chip, facts, context_tokens)
+            changes = [f"pools.{name}.tp={sizes[0]} pools.{name}.max_running={running} or less"]
+    held = "nothing is left for a cache"
+    if alone.kv_tokens:
+        held = f"{alone.kv_tokens} tokens of cache fit beside them, not {context_tokens}"
+    return (
         f"pools.{name}.tp: got {pool.tp} on {pool.accelerator}: {pool.weights} weights take "
-        f"{budget.weights_gib:.1f} GiB of the {budget.share_gib:.1f} GiB that "
-        f"memory_frac={pool.memory_frac:g} of {pool.tp} x {chip.memory_gb:g} GB gives to weights "
-        f"and caches, and {held}; set {' or '.join(changes) or 'fewer weights'}"
+        f"{budget.weights_gib:.1f} GiB {share}, and {held}; "
+        f"{'set ' + ' or '.join(changes) if changes else 'take larger accelerators'}"
     )
+
+
+def _most_running(
+    pool: PoolConfig, chip: AcceleratorConfig, facts: ModelFacts, context_tokens: int
+) -> int:
+    """Largest `max_running` below the pool's whose states leave room for one longest session; at
+    least 1."""
+    low, high = 1, pool.max_running
+    while low < high:
+        middle = (low + high + 1) // 2
+        tried = replace(pool, max_running=middle)
+        if pool_budget(tried, chip, facts).kv_tokens >= context_tokens:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _holds(
