@@ -21,6 +21,10 @@ from rlmix.config.schema.alarms import AlarmsConfig
 from rlmix.pools.slot import OnEvent
 
 
+MIN_LIMIT = 1e-9
+"""Stands in for a limit of 0 where alarms are put in order by how far they are beyond theirs."""
+
+
 class Pools(Protocol):
     """What this file asks of the fleet."""
 
@@ -153,7 +157,8 @@ class AlarmWatch:
         keys = {alarm.key for alarm in self._standing}
         self._clear([key for key in sorted(before) if key not in keys], step)
         stops = []
-        for alarm in self._standing:
+        # The worst pool first: the last one that serves cannot be taken out any more.
+        for alarm in sorted(self._standing, key=_times_its_limit, reverse=True):
             if alarm.key in before:
                 self._update_record(alarm)
                 if alarm.action == "quarantine" and self._others_serve(alarm.pool):
@@ -273,6 +278,10 @@ class AlarmWatch:
             "narrow algo.low and algo.high, or take the pool out, and resume; to go on as it is "
             f"resume with alarms.{first.name}_action=event"
         )
+
+
+def _times_its_limit(alarm: Alarm) -> float:
+    return alarm.value / max(alarm.threshold, MIN_LIMIT)
 
 
 def _key(record: AlarmRecord) -> str:

@@ -119,6 +119,13 @@ def test_the_last_pool_is_not_taken_out_and_the_run_goes_on_or_stops_as_asked():
     assert stops.routing.serving == {"b200"}
 
 
+def test_of_two_pools_with_an_alarm_the_worse_one_is_taken_out():
+    for far, out in (({"b200": 3.0, "a100": 2.0}, "b200"), ({"b200": 2.0, "a100": 3.0}, "a100")):
+        scene = Scene("pool_k3_action=quarantine")
+        scene.steps(far, far)
+        assert scene.routing.calls == [f"quarantine {out}"]
+
+
 def test_a_pool_that_was_the_last_to_serve_is_taken_out_once_another_one_is_back():
     scene = Scene("pool_k3_action=quarantine", pools=("b200",))
     scene.steps(FAR, FAR, FAR)
