@@ -20,6 +20,8 @@ ROOT_GROUPS = ("experiment",)
 ADD_HINTS = {
     "pools": "add a pool with +pool@pools.{name}=embedded_h100, or another file of pool",
     "accelerators": "add an accelerator in a YAML file of your own (docs/adding.md)",
+    "inventory.nodes": "list your machines in a YAML file of your own, as in "
+    "conf/inventory/qwen36_mixed.yaml: inventory=FILE --conf-dir DIR",
 }
 """Mapping -> how an entry is added; Hydra cannot add a typed entry key by key."""
 

@@ -55,10 +55,12 @@ def build_plan(config: TrainConfig, *, facts: ModelFacts, python: str) -> RunPla
         placement=placement,
     )
     faults = [
-        line for name, pool in real.items() for line in pool_faults(name, pool, config, facts)
+        line
+        for name, pool in real.items()
+        for line in pool_faults(name, pool, config, facts, placement)
     ]
     faults += routing_faults(config, facts)
-    refuse([*faults, *placement.problems, *trainer_faults(config, trainer)])
+    refuse([*faults, *placement.problems, *trainer_faults(config, trainer, placement)])
     pools: dict[str, PoolPlan] = {}
     for name, pool in config.pools.items():
         if name in real:

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from rlmix.config.schema.pools import PoolConfig, records_experts
 from rlmix.config.schema.train import TrainConfig
 from rlmix.core.errors import PlanError
-from rlmix.plan.accelerators import architecture
+from rlmix.plan.accelerators import ARCHITECTURES, architecture
 from rlmix.plan.capabilities import Combination, Judgement, judge, refusal_text
 from rlmix.plan.engine_args import argument_faults
 from rlmix.plan.fit import fit_faults
 from rlmix.plan.matrix import ROWS
 from rlmix.plan.model_facts import ModelFacts
+from rlmix.plan.placement import Placement, mean_price
 
 
 def refuse(lines: Sequence[str]) -> None:
@@ -68,10 +69,21 @@ def judged(pool: PoolConfig, config: TrainConfig, facts: ModelFacts) -> Judgemen
 
 
 def pool_faults(
-    name: str, pool: PoolConfig, config: TrainConfig, facts: ModelFacts
+    name: str,
+    pool: PoolConfig,
+    config: TrainConfig,
+    facts: ModelFacts,
+    placement: Placement,
 ) -> Iterator[str]:
     """Why a pool of real servers cannot run."""
     chip = config.accelerators[pool.accelerator]
+    if (kind := architecture(chip)) not in ARCHITECTURES:
+        yield (
+            f"accelerators.{pool.accelerator}.compute_capability: got {chip.compute_capability} "
+            f"({kind}), of which no launch profile is known; pools of real servers stand on 8.0, "
+            f"9.0, 10.x or 12.x, or null for an NPU; give pools.{name}.accelerator another one"
+        )
+        return
     seen = combination(pool, config, facts)
     for row in judge(seen, ROWS).refusals:
         yield refusal_text(name, seen, row)
@@ -85,8 +97,10 @@ def pool_faults(
             f"{facts.max_context_tokens}; set session.max_context_tokens="
             f"{facts.max_context_tokens}"
         )
-    if chip.usd_per_hour is None and pool.usd_per_hour is None:
-        yield (
-            f"pools.{name}.usd_per_hour: no public price of {pool.accelerator} is known; set "
-            f"accelerators.{pool.accelerator}.usd_per_hour=PRICE"
-        )
+    if pool.usd_per_hour is None:
+        nodes = placement.pools.get(name, ())
+        if mean_price(nodes, placement.usd_per_hour, chip.usd_per_hour) is None:
+            yield (
+                f"pools.{name}.usd_per_hour: no public price of {pool.accelerator} is known; set "
+                f"accelerators.{pool.accelerator}.usd_per_hour=PRICE"
+            )

@@ -43,14 +43,15 @@ def plan_trainer(
     )
 
 
-def trainer_faults(config: TrainConfig, plan: TrainerPlan) -> list[str]:
+def trainer_faults(config: TrainConfig, plan: TrainerPlan, placement: Placement) -> list[str]:
     """Why the trainer cannot hold its share, with what can."""
     if plan.device == "cpu":
         return []
     chip = config.accelerators[plan.device]
     faults = []
-    if chip.usd_per_hour is None:
-        faults.append(_no_price(f"accelerators.{plan.device}"))
+    if mean_price(placement.trainer, placement.usd_per_hour, chip.usd_per_hour) is None:
+        where = f"accelerators.{plan.device}.usd_per_hour"
+        faults.append(f"{where}: no public price is known; set {where}=PRICE")
     if plan.rank_gib * GIB > chip.memory_gb * 1e9:
         share = plan.memory_gib / plan.ranks
         more = "; raise trainer.ranks" if share > plan.rank_gib / 2 else ""
@@ -61,7 +62,3 @@ def trainer_faults(config: TrainConfig, plan: TrainerPlan) -> list[str]:
             f"{chip.memory_gb:g} GB; lower the tokens (and session.max_context_tokens){more}"
         )
     return faults
-
-
-def _no_price(where: str) -> str:
-    return f"{where}.usd_per_hour: no public price is known; set {where}.usd_per_hour=PRICE"

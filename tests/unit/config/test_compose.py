@@ -188,6 +188,7 @@ def test_the_likely_key_is_found_among_siblings_and_in_other_sections(
         ("+pools.h100.tp=1", "leave the + out: pools.h100.tp=1"),
         ("+pools.new.weights=fp8", "add a pool with +pool@pools.new=embedded_h100"),
         ("+accelerators.new.memory_gb=8", "add an accelerator in a YAML file"),
+        ("+inventory.nodes.a100.count=1", "inventory=FILE --conf-dir DIR"),
         ("pools.h100.engine_args.page=1", "add it with +pools.h100.engine_args.page=1"),
         ("loop.steps.now=3", "loop.steps is a single value"),
         ("run.name=${oc.env:RLMIX_TEST_NO_SUCH_VARIABLE}", "RLMIX_TEST_NO_SUCH_VARIABLE"),

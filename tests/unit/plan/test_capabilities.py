@@ -113,6 +113,8 @@ def test_row_names_are_unique() -> None:
         (replace(NVFP4_B200, state="fp32"), "flashinfer-gdn-sm100-state"),
         (replace(NVFP4_B200, moe="flashinfer_trtllm_routed"), "trtllm-is-w4a4"),
         (replace(NVFP4_B200, attention="fa3"), "fa3-needs-hopper"),
+        (replace(NVFP4_B200, attention="torch_native"), "hybrid-sm100"),
+        (replace(BF16_RTX, attention="torch_native"), "hybrid-sm120"),
         (replace(FP8_H100, activations="bf16"), "fp8-is-w8a8"),
         (replace(FP8_H100, moe="flashinfer_cutlass"), "fp8-blocks-become-triton"),
         (replace(BF16_A100, weights="fp8"), "fp8-experts-sm80"),

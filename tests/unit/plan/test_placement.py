@@ -96,3 +96,17 @@ def test_more_accelerators_than_kv_heads_store_the_cache_again() -> None:
     # Twice the room and more, at twice the bytes for a token.
     assert four.kv_gib > 2 * pair.kv_gib
     assert four.kv_tokens < 1.5 * pair.kv_tokens
+
+
+def test_a_price_of_the_machines_is_a_price() -> None:
+    npu = "+pool@pools.npu=sglang_ascend_910c_bf16"
+    priced = node("ascend_910c")
+    priced.usd_per_hour = 1.5
+    config = configured(npu, experiment="qwen36_b200")
+    config.pools = {"npu": config.pools["npu"]}
+    config.trainer.device = "cpu"
+    plan = build_plan(with_nodes(config, npus=priced), facts=QWEN, python="python")
+    assert plan.pools["npu"].usd_per_hour == 1.5 * plan.pools["npu"].gpus
+    assert plan.pools["npu"].price_source == "inventory.nodes"
+    with pytest.raises(PlanError, match="no public price of ascend_910c is known"):
+        build_plan(with_nodes(config, npus=node("ascend_910c")), facts=QWEN, python="python")

@@ -227,3 +227,11 @@ def test_too_many_requests_for_the_memory_are_warned_of() -> None:
 
 def test_facts_come_without_a_network() -> None:
     assert bundled_facts(configured().model.path) == bundled_facts(REFERENCE)
+
+
+@pytest.mark.parametrize("capability", ["7.5", "8.6", "8.9", "11.0"])
+def test_a_chip_without_a_launch_profile_is_refused_by_name(capability: str) -> None:
+    (line, *others) = refusals(f'accelerators.a100.compute_capability="{capability}"')
+    assert line.startswith(f"accelerators.a100.compute_capability: got {capability}")
+    assert "8.0, 9.0, 10.x or 12.x" in line
+    assert others == []

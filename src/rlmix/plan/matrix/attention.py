@@ -83,16 +83,29 @@ ROWS: tuple[Row, ...] = (
         instead=({"attention": "flashinfer"},),
     ),
     Row(
-        name="fa4-hybrid-sm120",
+        name="hybrid-sm120",
         verdict=REFUSED,
         when={
             "architecture": ("sm120",),
-            "attention": ("fa4",),
+            "attention": ("fa4", "torch_native"),
             "linear_attention": ("triton", "flashinfer"),
         },
         reason="models with gated-delta-net layers take triton, trtllm_mha or flashinfer on SM120",
         source=REGISTRY,
         instead=({"attention": "flashinfer"}, {"attention": "triton"}),
+    ),
+    Row(
+        name="hybrid-sm100",
+        verdict=REFUSED,
+        when={
+            "architecture": ("sm100",),
+            "attention": ("torch_native",),
+            "linear_attention": ("triton", "flashinfer"),
+        },
+        reason="models with gated-delta-net layers take trtllm_mha, fa4, flashinfer or triton on "
+        "SM100",
+        source=REGISTRY,
+        instead=({"attention": "trtllm_mha"}, {"attention": "flashinfer"}),
     ),
     Row(
         name="fa4-below-blackwell",
