@@ -120,7 +120,9 @@ def facts_of(config: "TrainConfig") -> "ModelFacts":
 
 
 def compared(plan: "RunPlan", config: "TrainConfig", conf_dir: Path | None) -> "RunPlan":
-    """The plan with that of `plan.against` beside it.
+    """The plan with that of `plan.against` beside it: the same run on the other experiment's pools.
+    Where this run's accelerators are emulated its model is a stand-in, so the other experiment
+    keeps its own and takes this run's prices.
 
     Raises:
         ConfigError, PlanError: the other experiment is not there, or cannot be planned.
@@ -128,18 +130,30 @@ def compared(plan: "RunPlan", config: "TrainConfig", conf_dir: Path | None) -> "
     from dataclasses import replace
 
     from rlmix.config.compose import load_config
+    from rlmix.core.errors import PlanError
     from rlmix.plan.comparison import compare
 
     experiment = config.plan.against
     if experiment is None:
         return plan
-    prices = [
-        f"accelerators.{name}.usd_per_hour={chip.usd_per_hour}"
-        for name, chip in config.accelerators.items()
-        if chip.usd_per_hour is not None
-    ]
-    other = load_config("train", [f"experiment={experiment}", *prices], extra_dir=conf_dir).config
-    return replace(plan, against=compare(plan, plan_of(other), experiment=experiment))
+    other = load_config("train", [f"experiment={experiment}"], extra_dir=conf_dir).config
+    other.accelerators |= config.accelerators
+    if not plan.is_modelled:
+        other = replace(
+            config,
+            accelerators=other.accelerators,
+            pools=other.pools,
+            inventory=other.inventory,
+            plan=other.plan,
+        )
+    try:
+        beside = plan_of(other)
+    except PlanError as error:
+        raise PlanError(
+            f"plan.against={experiment} cannot be planned for this run; choose another experiment, "
+            f"or plan.against=null: {error}"
+        ) from error
+    return replace(plan, against=compare(plan, beside, experiment=experiment))
 
 
 def refuse_what_cannot_run(config: "TrainConfig") -> None:

@@ -35,6 +35,28 @@ def test_the_plan_document_compares_in_all_and_by_pool(rlmix: Run) -> None:
     assert plan["warnings"]
 
 
+def test_the_other_plan_is_of_the_same_model_and_accelerators(rlmix: Run, tmp_path: Path) -> None:
+    sizes = {
+        "model_type": "qwen3_moe", "hidden_size": 1024, "num_hidden_layers": 24,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 64,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 512, "intermediate_size": 2048,
+        "vocab_size": 50000,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    done = rlmix(
+        "train", "experiment=qwen36_b200_nvfp4", f"model.path={tmp_path}",
+        "accelerators.b200.usd_per_hour=2.5", "--cfg", "plan", "--json",
+    )  # fmt: skip
+    plan = json.loads(done.stdout)
+    alone = rlmix(
+        "train", "experiment=qwen36_b200", f"model.path={tmp_path}",
+        "accelerators.b200.usd_per_hour=2.5", "--cfg", "plan", "--json",
+    )  # fmt: skip
+    other = json.loads(alone.stdout)
+    assert plan["against"]["usd_per_mtok"] == other["usd_per_mtok"]
+    assert plan["against"]["usd_per_hour"] == other["usd_per_hour"] == (42 + 32) * 2.5
+
+
 def test_what_cannot_run_exits_with_two_and_names_every_problem(rlmix: Run) -> None:
     done = rlmix(
         "train",
