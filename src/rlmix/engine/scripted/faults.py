@@ -57,7 +57,7 @@ def spoil(answer: Answer, fault: str) -> Answer:
         return replace(answer, logprobs=answer.logprobs - SHIFT_NATS)
     if fault == "wrong_mask" and answer.kept is not None:
         ids = answer.kept.ids.copy()
-        ids[: answer.kept.offsets[1]] = 2**31 - 1
+        ids[: answer.kept.offsets[1]] = 2**31 - 1 - np.arange(answer.kept.offsets[1])
         return replace(answer, kept=replace(answer.kept, ids=ids))
     if fault == "bad_spans":
         return replace(answer, spans=[replace(span, end=span.end - 1) for span in answer.spans])
