@@ -55,6 +55,7 @@ def described() -> dict[str, str]:
         "launch.": "launch/local.yaml",
         "alarms.": "alarms/default.yaml",
         "observe.": "observe/default.yaml",
+        "eval.": "eval/none.yaml",
     }
     texts: dict[str, str] = {}
     root = comments(conf_dir() / "train.yaml")

@@ -191,6 +191,13 @@ def _others(plan: RunPlan) -> "Table":
         "task workers",
         f"{workers.workers} x {workers.concurrency} sessions, sandbox {workers.sandbox}",
     )
+    if (evaluation := plan.evaluation) is not None:
+        table.add_row(
+            "evaluation",
+            f"{evaluation.data} ({evaluation.subset}), pass@{evaluation.k} of {evaluation.n} "
+            f"samples, {evaluation.weights}, every {evaluation.every_steps} steps; not in the "
+            "price",
+        )
     return table
 
 

@@ -251,6 +251,16 @@ def _check_sinks(config: TrainConfig) -> Iterator[Problem]:
             )
 
 
+def _check_eval(config: TrainConfig) -> Iterator[Problem]:
+    if config.eval.n < config.eval.k:
+        yield Problem(
+            where="eval.n",
+            what=f"got {config.eval.n}, and pass@{config.eval.k} needs as many samples of a task",
+            allowed=f"use {config.eval.k} or more",
+            hint=f"or set eval.k={config.eval.n}",
+        )
+
+
 CHECKS: Sequence[Callable[[TrainConfig], Iterator[Problem]]] = (
     _check_pools,
     _check_sampling,
@@ -261,4 +271,5 @@ CHECKS: Sequence[Callable[[TrainConfig], Iterator[Problem]]] = (
     _check_inventory,
     _check_alarms,
     _check_sinks,
+    _check_eval,
 )

@@ -28,6 +28,9 @@ ENGINES = ("embedded", "sglang")
 TASK_SOURCES = ("generated",)
 PLANNED_SOURCES = ("mimo",)
 """Sources that a plan can be made for before their readers are there."""
+PLANNED_BENCHMARKS = ("swe_bench_pro_v2",)
+"""The same of benchmarks."""
+EVAL_SUBSETS = ("all", "hard", "all+hard")
 SANDBOX_BACKENDS = ("namespaces", "unisolated")
 ROUTER_POLICIES = ("shortest_delay", "least_sessions")
 ROUTER_SPEEDS = ("prior", "observed")

@@ -26,6 +26,12 @@ def cannot_run_yet(config: TrainConfig) -> Iterator[Problem]:
             what="these tasks arrive with the readers of public task sets; this version plans "
             "them with --cfg plan and trains on generated",
         )
+    if config.eval.data is not None:
+        yield Problem(
+            where=f"eval.data={config.eval.data}",
+            what="benchmarks arrive with `rlmix eval`; this version plans them with --cfg plan and "
+            "judges the last checkpoint on held-out tasks (loop.eval_tasks)",
+        )
     if config.numerics.consistency == "exact":
         yield Problem(
             where="numerics.consistency=exact",

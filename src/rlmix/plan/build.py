@@ -13,7 +13,7 @@ from rlmix.plan.model_facts import ELEMENT_BYTES, REFERENCE, ModelFacts, bundled
 from rlmix.plan.placement import Placement, mean_price, place
 from rlmix.plan.profiles import sglang_launch
 from rlmix.plan.refusals import judged, pool_faults, refuse, routing_faults
-from rlmix.plan.runplan import PoolPlan, RouterPlan, RunPlan, WorkerPlan
+from rlmix.plan.runplan import EvaluationPlan, PoolPlan, RouterPlan, RunPlan, WorkerPlan
 from rlmix.plan.speed import Numbers, modelled_speed
 from rlmix.plan.trainer import plan_trainer, trainer_faults
 from rlmix.plan.warnings import plan_warnings
@@ -79,6 +79,7 @@ def build_plan(config: TrainConfig, *, facts: ModelFacts, python: str) -> RunPla
             concurrency=config.session.concurrency,
             sandbox=config.sandbox.backend,
         ),
+        evaluation=_evaluation(config),
         usd_per_hour=pools_usd + trainer.usd_per_hour,
         tokens_per_s=tokens_per_s,
         usd_per_mtok=pools_usd / 3600 / tokens_per_s * 1e6 if tokens_per_s else None,
@@ -256,6 +257,19 @@ def _embedded_argv(
     records = records_experts(pool, routing_replay=config.algo.routing_replay)
     switches = ("--enable-return-routed-experts",) if records else ()
     return (python, "-m", "rlmix.engine.embedded", *_flags(arguments), *switches)
+
+
+def _evaluation(config: TrainConfig) -> EvaluationPlan | None:
+    if config.eval.data is None:
+        return None
+    return EvaluationPlan(
+        data=config.eval.data,
+        subset=config.eval.subset,
+        k=config.eval.k,
+        n=config.eval.n,
+        weights="bf16",
+        every_steps=config.loop.checkpoint_every,
+    )
 
 
 def _router(config: TrainConfig, python: str) -> RouterPlan:

@@ -126,6 +126,22 @@ class WorkerPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationPlan:
+    """The benchmark that checkpoints are judged on. Its servers are not in the run's price."""
+
+    data: str
+    subset: str
+    k: int
+    """Of pass@k."""
+    n: int
+    """Samples of each task."""
+    weights: str
+    """Format in which checkpoints are served for it."""
+    every_steps: int
+    """Optimizer steps between the checkpoints."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
     """This plan beside that of another experiment. Modelled."""
 
@@ -149,6 +165,8 @@ class RunPlan:
     trainer: TrainerPlan
     router: RouterPlan
     workers: WorkerPlan
+    evaluation: EvaluationPlan | None
+    """None: no benchmark."""
     usd_per_hour: float
     """All pools and the trainer. Modelled wherever accelerators are emulated."""
     tokens_per_s: float | None
@@ -180,12 +198,13 @@ class RunPlan:
     @staticmethod
     def from_dict(document: Mapping[str, Any]) -> "RunPlan":
         """The plan that `to_dict` (or its JSON) came from."""
-        against = document["against"]
+        against, evaluation = document["against"], document["evaluation"]
         return RunPlan(
             pools={name: _pool(values) for name, values in document["pools"].items()},
             trainer=_read(TrainerPlan, document["trainer"]),
             router=_read(RouterPlan, document["router"]),
             workers=_read(WorkerPlan, document["workers"]),
+            evaluation=EvaluationPlan(**evaluation) if evaluation else None,
             usd_per_hour=document["usd_per_hour"],
             tokens_per_s=document["tokens_per_s"],
             usd_per_mtok=document["usd_per_mtok"],

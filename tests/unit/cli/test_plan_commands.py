@@ -18,6 +18,7 @@ def test_the_reference_run_is_planned_within_seconds_and_without_files(
     assert done.returncode == 0, done.stderr
     assert "392.56 USD per hour; nothing was started." in done.stdout
     assert "pools 232.56 on 64 accelerators, trainer 160.00 on 32" in done.stdout
+    assert "swe_bench_pro_v2 (all+hard), pass@4 of 4 samples, bf16" in done.stdout
     assert "against qwen36_b200: 370.00 USD per hour (pools: b200 210.00)" in done.stdout
     assert done.stdout.count("-m sglang.launch_server --model-path {model_path}") == 8
     assert list(tmp_path.iterdir()) == []

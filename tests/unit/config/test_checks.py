@@ -110,6 +110,14 @@ def test_limits_of_sessions_fit_into_each_other() -> None:
     ]
 
 
+def test_a_task_is_sampled_at_least_k_times() -> None:
+    (line,) = broken(eval__k=4, eval__n=3)
+    assert line == (
+        "eval.n: got 3, and pass@4 needs as many samples of a task; use 4 or more; or set eval.k=3"
+    )
+    assert broken(eval__k=1, eval__n=8) == []
+
+
 def test_unisolated_sandboxes_need_to_be_allowed_by_name() -> None:
     (line,) = broken(sandbox__backend="unisolated")
     assert "sandbox.allow_unisolated=true" in line

@@ -18,6 +18,7 @@ def test_everything_that_only_a_plan_serves_is_told_at_once() -> None:
     assert [line.split(":")[0] for line in lines] == [
         "pools.b200.engine=sglang",
         "tasks.source=mimo",
+        "eval.data=swe_bench_pro_v2",
         "numerics.consistency=exact",
         "trainer.ranks=32",
         "trainer.device=b200",

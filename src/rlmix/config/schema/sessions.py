@@ -1,4 +1,4 @@
-"""Tasks, the sandboxes they are worked on in, and the limits of a session."""
+"""Tasks, the sandboxes they are worked on in, the limits of a session, and the benchmark."""
 
 from dataclasses import dataclass
 
@@ -34,3 +34,14 @@ class SessionConfig:
     """Processes that run sessions."""
     concurrency: int
     """Sessions of one worker at a time."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalConfig:
+    data: str | None
+    """Benchmark that checkpoints are judged on; None: none."""
+    subset: str
+    """Its tasks; several parts joined by `+` are told apart."""
+    k: int
+    n: int
+    """Samples of each task."""

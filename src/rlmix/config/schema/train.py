@@ -24,7 +24,7 @@ from rlmix.config.schema.run import (
     RouterConfig,
     RunConfig,
 )
-from rlmix.config.schema.sessions import SandboxConfig, SessionConfig, TasksConfig
+from rlmix.config.schema.sessions import EvalConfig, SandboxConfig, SessionConfig, TasksConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,3 +48,4 @@ class TrainConfig:
     launch: LaunchConfig
     alarms: AlarmsConfig
     observe: ObserveConfig
+    eval: EvalConfig
