@@ -28,7 +28,7 @@ ALLOWED: dict[str, str] = {
     "algos": "core",
     "numerics": "core",
     "config": "core",
-    "plan": "core config.schema",
+    "plan": "core config.schema numerics.view_spec",
     "observe": "core",
     "sandbox": "core observe",
     "tasks": "core sandbox",

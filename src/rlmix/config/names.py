@@ -6,6 +6,8 @@ because a check must not import torch to know that `fp9` is not a format.
 
 FORMATS = ("bf16", "fp8", "nvfp4")
 """Weight formats, and the weight views of the same names."""
+VIEW_SCOPES = ("all", "experts")
+"""Which matrices a view quantises."""
 ACTIVATION_FORMATS = ("bf16", "fp8", "nvfp4", "fp32")
 EMBEDDED_ACTIVATIONS = ("bf16", "fp32")
 """Those that the embedded engine's command line takes."""

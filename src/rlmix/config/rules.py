@@ -137,6 +137,7 @@ RULES: dict[str, Rule] = {
     "pools.*.engine": one_of(names.ENGINES),
     "pools.*.replicas": at_least(0),
     "pools.*.weights": one_of(names.FORMATS),
+    "pools.*.scope": or_null(one_of(names.VIEW_SCOPES)),
     "pools.*.activations": one_of(names.ACTIVATION_FORMATS),
     "pools.*.kv": one_of(names.KV_FORMATS),
     "pools.*.attention": one_of(names.ATTENTIONS),

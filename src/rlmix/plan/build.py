@@ -16,6 +16,7 @@ from rlmix.plan.refusals import judged, pool_faults, refuse, routing_faults
 from rlmix.plan.runplan import EvaluationPlan, PoolPlan, RouterPlan, RunPlan, WorkerPlan
 from rlmix.plan.speed import Numbers, modelled_speed
 from rlmix.plan.trainer import plan_trainer, trainer_faults
+from rlmix.plan.views import pool_view, scope_faults, scoped
 from rlmix.plan.warnings import plan_warnings
 
 REFERENCE_CONTEXT_TOKENS = 8192
@@ -46,19 +47,18 @@ def build_plan(config: TrainConfig, *, facts: ModelFacts, python: str) -> RunPla
     Raises:
         PlanError: lists everything that cannot be placed or run as asked.
     """
+    faults = list(scope_faults(config.pools, facts))
+    config = scoped(config, facts)
     real = {name: pool for name, pool in config.pools.items() if pool.engine == "sglang"}
     placement = place(config)
     trainer = plan_trainer(
         config,
         facts,
-        views=tuple(sorted({pool.weights for pool in config.pools.values()})),
+        views=tuple(sorted({pool_view(pool) for pool in config.pools.values()})),
         placement=placement,
     )
-    faults = [
-        line
-        for name, pool in real.items()
-        for line in pool_faults(name, pool, config, facts, placement)
-    ]
+    for name, pool in real.items():
+        faults += pool_faults(name, pool, config, facts, placement)
     faults += routing_faults(config, facts)
     refuse([*faults, *placement.problems, *trainer_faults(config, trainer, placement)])
     pools: dict[str, PoolPlan] = {}
@@ -95,13 +95,13 @@ def _embedded(
     chip = config.accelerators[pool.accelerator]
     price, source = _price(pool, chip, (), {})
     context_tokens = config.session.max_context_tokens
-    held = facts.weight_bytes(pool.weights, nvfp4_all=True)
+    held = facts.weight_bytes(pool_view(pool))
     held += pool.max_running * context_tokens * facts.kv_elements * ELEMENT_BYTES[pool.kv]
     modelled = modelled_speed(
         bundled_facts(REFERENCE),
         chip,
         Numbers(
-            weights=pool.weights,
+            weights=pool_view(pool),
             activations=pool.activations,
             kv=pool.kv,
             state="bf16",
@@ -150,7 +150,7 @@ def _real(
             facts,
             chip,
             Numbers(
-                weights=pool.weights,
+                weights=pool_view(pool),
                 activations=pool.activations,
                 kv=pool.kv,
                 state=pool.state if facts.is_hybrid else "bf16",
@@ -186,6 +186,7 @@ def _shared(pool: PoolConfig, chip: AcceleratorConfig, price: float, source: str
         "accelerator": pool.accelerator,
         "engine": pool.engine,
         "weights": pool.weights,
+        "scope": pool.scope,
         "activations": pool.activations,
         "kv": pool.kv,
         "attention": pool.attention,

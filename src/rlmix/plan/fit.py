@@ -6,6 +6,7 @@ from dataclasses import replace
 from rlmix.config.schema.pools import AcceleratorConfig, PoolConfig
 from rlmix.plan.memory import CONTEXTS_TOKENS, MemoryBudget, memory_budget
 from rlmix.plan.model_facts import FP8_BLOCK, ModelFacts
+from rlmix.plan.views import ALL, pool_view
 
 TP_SIZES = (1, 2, 4, 8, 16)
 
@@ -17,7 +18,7 @@ def pool_budget(
     return memory_budget(
         facts,
         chip,
-        weights=pool.weights,
+        weights=pool_view(pool),
         kv=pool.kv,
         state=pool.state if facts.is_hybrid else "bf16",
         tp=tp or pool.tp,
@@ -89,7 +90,7 @@ def _memory_fault(
             "less"
         )
     changes = [f"pools.{name}.tp={tp}" for tp in fitting if tp > pool.tp][:1]
-    narrow = replace(pool, weights="fp8", activations="fp8")
+    narrow = replace(pool, weights="fp8", activations="fp8", scope=ALL)
     if (
         pool.weights == "bf16"
         and chip.fp8_tflops is not None

@@ -52,6 +52,7 @@ def memory_budget(
     """How the memory of one replica of `tp` accelerators is divided.
 
     Args:
+        weights: the view, as `numerics.view_spec` reads it.
         state: format of the recurrent state; any name for models without one.
     """
     total = tp * chip.memory_gb * 1e9

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmix.core.errors import PlanError
+from rlmix.numerics.view_spec import parse_view
 
 ELEMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
 FP8_BLOCK = 128
@@ -20,6 +21,8 @@ FP8_BYTES = 1.0 + 4.0 / FP8_BLOCK**2
 """One byte an element, and a float32 scale for each block of 128 x 128."""
 NVFP4_BYTES = 0.5 + 1.0 / 16
 """Half a byte, and an E4M3 scale for each 16 elements."""
+VIEW_BYTES = {"bf16": 2.0, "fp8": FP8_BYTES, "nvfp4": NVFP4_BYTES}
+"""View -> bytes of an element that it quantises."""
 
 REFERENCE = "Qwen/Qwen3.6-35B-A3B"
 """The model that accelerators are compared with."""
@@ -118,31 +121,27 @@ class ModelFacts:
         """Parameters in the published files."""
         return self.params + self.vision + self.mtp
 
-    def dense_bytes(self, view: str, *, nvfp4_all: bool = False) -> float:
+    def dense_bytes(self, view: str) -> float:
         """Bytes that a token reads besides experts and embedding."""
         plain = (self.head + self.other) * 2.0
-        return plain + self.dense_linears * self._dense_width(view, nvfp4_all)
+        spec = parse_view(view)
+        width = 2.0 if spec.scope == "experts" else VIEW_BYTES[spec.view]
+        return plain + self.dense_linears * width
 
     def expert_bytes(self, view: str) -> float:
         """Bytes of one expert in one layer."""
-        return self.expert * {"bf16": 2.0, "fp8": FP8_BYTES, "nvfp4": NVFP4_BYTES}[view]
+        return self.expert * VIEW_BYTES[parse_view(view).view]
 
-    def weight_bytes(self, view: str, *, nvfp4_all: bool = False) -> float:
+    def weight_bytes(self, view: str) -> float:
         """Size of one copy in a weight view, the vision tower in BF16 included.
 
         Args:
-            view: bf16; fp8 (128 x 128 blocks, every large matrix); nvfp4.
-            nvfp4_all: NVFP4 for every large matrix, not for the experts only. Models without
-                experts have no other choice.
+            view: as `numerics.view_spec` reads it: `bf16`, `fp8`, `nvfp4` (every large matrix),
+                `nvfp4:experts` (those of routed experts).
         """
         held = (self.embedding + self.vision) * 2.0
         experts = self.expert_bytes(view) * self.experts * self.expert_layers
-        return held + self.dense_bytes(view, nvfp4_all=nvfp4_all) + experts
-
-    def _dense_width(self, view: str, nvfp4_all: bool) -> float:
-        if view == "nvfp4":
-            return NVFP4_BYTES if nvfp4_all or not self.is_moe else 2.0
-        return {"bf16": 2.0, "fp8": FP8_BYTES}[view]
+        return held + self.dense_bytes(view) + experts
 
     def kv_bytes_per_token(self, kv: str) -> float:
         return self.kv_elements * ELEMENT_BYTES[kv]

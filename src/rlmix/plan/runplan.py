@@ -34,6 +34,8 @@ class PoolPlan:
     is_emulated: bool
     """True: the accelerator is not there, the engine reproduces its formats."""
     weights: str
+    scope: str
+    """Which matrices its weight view quantises; `all` for BF16, where none is."""
     activations: str
     kv: str
     attention: str
@@ -96,7 +98,8 @@ class TrainerPlan:
     micro_batch_tokens: int
     threads: int
     views: tuple[str, ...]
-    """Weight views that it publishes, one for each format that a pool has."""
+    """Weight views that it publishes, one for each format that a pool has, as
+    `numerics.view_spec` reads them."""
     gpus: int
     memory_gib: float
     """Weights in BF16, master weights, gradients and optimizer state of all ranks together,

@@ -25,6 +25,7 @@ class Numbers:
     """The formats that decide how many bytes a step moves."""
 
     weights: str
+    """The view, as `numerics.view_spec` reads it."""
     activations: str
     kv: str
     state: str

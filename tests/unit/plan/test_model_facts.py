@@ -44,7 +44,7 @@ def test_reference_model_has_its_published_sizes() -> None:
     # Published quantised checkpoints are about 35 to 36 GB (FP8) and 23 GB (NVFP4, experts only);
     # they leave the prediction layer in other formats, the vision tower in BF16.
     assert QWEN.weight_bytes("fp8") == pytest.approx(36e9, rel=0.03)
-    assert QWEN.weight_bytes("nvfp4") == pytest.approx(23.5e9, rel=0.03)
+    assert QWEN.weight_bytes("nvfp4:experts") == pytest.approx(23.5e9, rel=0.03)
 
 
 def test_reference_model_counts_what_its_class_counts() -> None:
@@ -66,10 +66,10 @@ def test_caches_of_the_reference_model() -> None:
 
 
 def test_nvfp4_may_leave_everything_but_the_experts() -> None:
-    experts_only, whole = QWEN.weight_bytes("nvfp4"), QWEN.weight_bytes("nvfp4", nvfp4_all=True)
+    experts_only, whole = QWEN.weight_bytes("nvfp4:experts"), QWEN.weight_bytes("nvfp4")
     assert experts_only - whole == pytest.approx(QWEN.dense_linears * (2 - 0.5625))
-    dense = facts_from_config("dense", DENSE)
-    assert dense.weight_bytes("nvfp4") == dense.weight_bytes("nvfp4", nvfp4_all=True)
+    fp8_experts = QWEN.weight_bytes("fp8:experts") - QWEN.weight_bytes("fp8")
+    assert fp8_experts == pytest.approx(QWEN.dense_linears * (2 - 1 - 4 / 128**2))
 
 
 def test_tensor_parallel_sizes_stop_where_fp8_blocks_break() -> None:

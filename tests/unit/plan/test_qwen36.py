@@ -39,7 +39,7 @@ def test_the_mixed_run_is_eight_pools_on_six_accelerators() -> None:
     assert {pool.kv for pool in plan.pools.values()} == {"fp8"}
     assert {pool.gpus for pool in plan.pools.values()} == {8}
     assert (plan.trainer.device, plan.trainer.gpus) == ("b200", 32)
-    assert plan.trainer.views == ("bf16", "fp8", "nvfp4")
+    assert plan.trainer.views == ("bf16", "fp8", "nvfp4:experts")
 
 
 def test_its_algorithm_and_tasks_are_those_of_the_reference() -> None:

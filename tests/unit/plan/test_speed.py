@@ -72,7 +72,7 @@ def test_bytes_of_a_step_worked_by_hand() -> None:
     bf16 = step_bytes(hand(), numbers("bf16", "bf16"), batch=1, context_tokens=5)
     assert bf16 == 2 * (40 + 16 + 12) + 2 * 64 + 2 * 2 * 24 + 2 * 5 * 8
     # NVFP4 for the experts only: half a byte and a sixteenth each.
-    nvfp4 = step_bytes(hand(), numbers("nvfp4", "bf16"), batch=1, context_tokens=5)
+    nvfp4 = step_bytes(hand(), numbers("nvfp4:experts", "bf16"), batch=1, context_tokens=5)
     assert bf16 - nvfp4 == 2 * 24 * (2 - 0.5625)
     # Two tokens touch 4 - 4 x 0.5^2 = 3 of 4 experts, and read two caches.
     two = step_bytes(hand(), numbers("bf16", "bf16"), batch=2, context_tokens=5)
@@ -92,8 +92,8 @@ def test_the_slower_of_reading_and_multiplying_decides() -> None:
 
 
 def test_recurrent_state_is_read_and_written_by_every_step() -> None:
-    one = step_bytes(QWEN, numbers("nvfp4"), batch=1, context_tokens=0)
-    weights = QWEN.dense_bytes("nvfp4") + 40 * 8 * QWEN.expert_bytes("nvfp4")
+    one = step_bytes(QWEN, numbers("nvfp4:experts"), batch=1, context_tokens=0)
+    weights = QWEN.dense_bytes("nvfp4:experts") + 40 * 8 * QWEN.expert_bytes("nvfp4")
     # 30 layers x 32 heads x 128 x 128 in BF16, and 30 x 8192 x 3 of the convolution.
     state = 30 * 32 * 128 * 128 * 2 + 30 * 8192 * 3 * 2
     assert one - weights == pytest.approx(2 * state)
@@ -101,7 +101,7 @@ def test_recurrent_state_is_read_and_written_by_every_step() -> None:
 
 def test_b300_in_nvfp4_decodes_the_reference_at_about_twenty_thousand_tokens_a_second() -> None:
     # 20.4 k in the notes' own table, which was computed with the same assumptions.
-    speed = modelled(B300, "nvfp4", usd_per_hour=7.1)
+    speed = modelled(B300, "nvfp4:experts", usd_per_hour=7.1)
     assert speed is not None
     assert speed.batch == 256
     assert speed.tokens_per_s == pytest.approx(20_400, rel=0.05)
@@ -133,7 +133,7 @@ def test_reference_in_bf16_needs_two_a100() -> None:
 
 
 def test_without_a_price_there_is_a_speed_and_no_cost() -> None:
-    speed = modelled(B300, "nvfp4", usd_per_hour=None)
+    speed = modelled(B300, "nvfp4:experts", usd_per_hour=None)
     assert speed is not None
     assert speed.usd_per_mtok is None
 

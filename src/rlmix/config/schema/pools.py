@@ -38,6 +38,8 @@ class PoolConfig:
     replicas: int
     weights: str
     """Format of the weights, which is also the weight view that the pool reads."""
+    scope: str | None
+    """Which matrices of the weight view are quantised; None: what the plan says (`plan.views`)."""
     activations: str
     """Format in which products are taken."""
     kv: str
