@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 BAD_REQUESTS = (ConfigError, PlanError, DataError)
 """Errors that say that the request was wrong; every other `RlmixError` is a failed check."""
+LEAST_COLUMNS = 80
+"""A narrower terminal wraps tables; squeezed into it they would lose digits."""
 _given = [False]
 
 
@@ -100,4 +102,6 @@ def _write(document: Mapping[str, Any], document_out: IO[bytes]) -> None:
 def _console(*, to_stderr: bool) -> Any:
     from rich.console import Console
 
-    return Console(stderr=to_stderr, highlight=False, soft_wrap=True)
+    console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
+    console.width = max(console.width, LEAST_COLUMNS)
+    return console

@@ -32,8 +32,9 @@ def _table(title: str, *, words: tuple[str, ...], numbers: tuple[str, ...]) -> "
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in words:
-        table.add_column(name, no_wrap=True)
+    for index, name in enumerate(words):
+        # Long names of pools fold, so that no number loses digits.
+        table.add_column(name, no_wrap=index > 0, overflow="ellipsis" if index else "fold")
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     table.caption_justify = "left"

@@ -101,3 +101,17 @@ def test_a_plan_reads_the_config_of_a_model_folder_and_nothing_else(
     # 8.2 B parameters in BF16.
     assert 15 < pool["budget"]["weights_gib"] < 16
     assert not any("moe" in word or "mamba" in word for word in pool["argv"])
+
+
+def test_no_number_is_cut_off_on_a_narrow_terminal(python: Run) -> None:
+    code = "import os; os.environ['COLUMNS'] = '40'; from rlmix.cli import main; main()"
+    name = "the_pool_with_the_longest_name_of_all"
+    done = python(
+        code, "train", "experiment=qwen36_mixed", f"+pool@pools.{name}=sglang_h100_fp8",
+        "--cfg", "plan",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "…" not in done.stdout
+    assert name in done.stdout.replace("\n", "")
+    row = next(line for line in done.stdout.splitlines() if line.startswith(" b300"))
+    assert row.split() == ["b300", "nvfp4/bf16/fp8", "8", "512", "48.00", "6,779", "0.246", "0.38"]
