@@ -1,6 +1,7 @@
 """The reference experiments: what they promise, what they cost, and what is refused about them."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from rlmix.plan.model_facts import REFERENCE, bundled_facts
 from rlmix.plan.runplan import RunPlan
 from tests.unit.plan.qwen36 import configured, planned
 
+ROOT = Path(__file__).parents[3]
 POOLS = ("b300", "b200", "h200_fp8", "h100_fp8", "h200_bf16", "h100_bf16", "a100", "rtx_pro_6000")
 
 
@@ -240,3 +242,15 @@ def test_a_chip_without_a_launch_profile_is_refused_by_name(capability: str) -> 
     assert line.startswith(f"accelerators.a100.compute_capability: got {capability}")
     assert "8.0, 9.0, 10.x or 12.x" in line
     assert others == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/plan.md"])
+@pytest.mark.parametrize("experiment", ["qwen36_mixed", "qwen36_b200", "qwen36_b200_nvfp4"])
+def test_pages_tell_what_the_plan_says(page: str, experiment: str) -> None:
+    plan = planned(experiment=experiment)
+    lines = (ROOT / page).read_text().splitlines()
+    (row,) = (line for line in lines if line.startswith(f"| `{experiment}` |"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[1].split()[0] == str(sum(pool.gpus for pool in plan.pools.values()))
+    assert cells[2] == f"{plan.usd_per_hour:.2f}"
+    assert cells[-1] == f"{plan.usd_per_mtok:.3f}"
