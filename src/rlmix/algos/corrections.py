@@ -11,6 +11,7 @@ that the centering term is the exact expectation of the weighted score.
 # T policy tokens, K candidate slots
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,13 +19,6 @@ from torch import Tensor
 
 from rlmix.algos.sequences import sequence_mean, sequence_sum
 from rlmix.algos.support import Support, candidate_mask
-
-IMPORTANCE_KINDS = ("none", "tis", "mis", "cispo", "ppo", "gspo", "seq_tis")
-
-CENTERED_KINDS = ("none", "tis", "mis", "cispo")
-"""Kinds whose weight is a function of the token's ratio alone. PPO's clip depends on the
-advantage's sign, the weight of GSPO and sequence TIS on the other tokens of the session, so a
-centering term for them is not defined."""
 
 SEQUENCE_KINDS = ("gspo", "seq_tis")
 """Kinds whose weight is one for all tokens of a sequence; they need `sequences_T`."""
@@ -67,29 +61,58 @@ def is_outside(log_ratios: Tensor, *, low: float, high: float) -> Tensor:
     return (log_ratios < log_low - slack) | (log_ratios > log_high + slack)
 
 
+def bounded_ratios(log_ratios: Tensor) -> Tensor:
+    """exp(d), with d clamped to `LOG_RATIO_LIMIT`."""
+    return log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def _unweighted(log_ratios: Tensor, _low: float, _high: float) -> Tensor:
+    return torch.ones_like(log_ratios)
+
+
+def _truncated(log_ratios: Tensor, _low: float, high: float) -> Tensor:
+    return bounded_ratios(log_ratios).clamp(max=high)
+
+
+def _masked(log_ratios: Tensor, low: float, high: float) -> Tensor:
+    return bounded_ratios(log_ratios).masked_fill(is_outside(log_ratios, low=low, high=high), 0.0)
+
+
+def _clipped(log_ratios: Tensor, low: float, high: float) -> Tensor:
+    return bounded_ratios(log_ratios).clamp(min=low, max=high)
+
+
+RATIO_WEIGHTS: Mapping[str, Callable[[Tensor, float, float], Tensor]] = {
+    "none": _unweighted,
+    "tis": _truncated,
+    "mis": _masked,
+    "cispo": _clipped,
+}
+"""Kinds whose weight is a function f(d, low, high) of the log-ratio alone: those that can be
+centred. PPO's clip depends on the advantage's sign, GSPO's and sequence TIS' weight on the other
+tokens of the session, so a centering term for them is not defined."""
+
+CENTERED_KINDS = tuple(RATIO_WEIGHTS)
+
+IMPORTANCE_KINDS = (*CENTERED_KINDS, "ppo", *SEQUENCE_KINDS)
+
+
 def ratio_weights(log_ratios: Tensor, *, kind: str, low: float, high: float) -> Tensor:
-    """f(r) for every log-ratio, elementwise: 1, min(r, high), r inside the bounds, or clip.
+    """f(r) for every log-ratio, elementwise.
 
     Args:
         log_ratios: float32 or float64, any shape.
-        kind: one of `CENTERED_KINDS`.
+        kind: one of `RATIO_WEIGHTS`.
         low, high: bounds on r itself. "tis" ignores `low`, "none" both.
     Returns:
         Same shape and dtype, >= 0.
     """
-    ratios = log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    if kind == "none":
-        return torch.ones_like(ratios)
-    if kind == "tis":
-        return ratios.clamp(max=high)
-    if kind == "mis":
-        return ratios.masked_fill(is_outside(log_ratios, low=low, high=high), 0.0)
-    if kind == "cispo":
-        return ratios.clamp(min=low, max=high)
-    raise ValueError(
-        f"corrections: the weight of {kind!r} is not a function of the ratio alone; "
-        f"use one of {', '.join(CENTERED_KINDS)}"
-    )
+    if kind not in RATIO_WEIGHTS:
+        raise ValueError(
+            f"corrections: the weight of {kind!r} is not a function of the ratio alone; "
+            f"use one of {', '.join(CENTERED_KINDS)}"
+        )
+    return RATIO_WEIGHTS[kind](log_ratios, low, high)
 
 
 def surrogate_weights(log_ratios: Tensor, advantages: Tensor, *, low: float, high: float) -> Tensor:
@@ -99,7 +122,7 @@ def surrogate_weights(log_ratios: Tensor, advantages: Tensor, *, low: float, hig
     above `high`, a bad one no longer down once r is below `low`.
     Source: arXiv:1707.06347.
     """
-    ratios = log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ratios = bounded_ratios(log_ratios)
     is_clipped = ((advantages > 0) & (ratios > high)) | ((advantages < 0) & (ratios < low))
     return ratios.masked_fill(is_clipped, 0.0)
 
@@ -198,7 +221,7 @@ def weight_metrics(weights_T: Tensor, log_ratios_T: Tensor, outside_T: Tensor) -
             "correction/ess_frac": 1.0,
             "correction/ratio_mean": 1.0,
         }
-    ratios_T = log_ratios_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().double()
+    ratios_T = bounded_ratios(log_ratios_T).double()
     return {
         "correction/masked_frac": float((weights_T == 0).double().mean()),
         "correction/outside_frac": float(outside_T.double().mean()),

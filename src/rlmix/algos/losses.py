@@ -18,9 +18,9 @@ from torch import Tensor
 
 from rlmix.algos.corrections import (
     CENTERED_KINDS,
-    LOG_RATIO_LIMIT,
     LOGPROB_FLOOR,
     applied_weights,
+    bounded_ratios,
     centering_term,
     check_bounds,
     in_compute_dtype,
@@ -242,6 +242,6 @@ def _clipped_surrogate(
 ) -> Tensor:
     """-min(r A, clip(r, low, high) A); r carries the gradient through log p alone."""
     # exp(x - sg[x]) is 1 and has the gradient of log p: the ratio's value stays clamped.
-    ratios_T = unit_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ratios_T = bounded_ratios(unit_T)
     ratios_T = ratios_T * (trainer_T - trainer_T.detach()).exp()
     return -torch.minimum(ratios_T * advantages_T, ratios_T.clamp(min=low, max=high) * advantages_T)
