@@ -8,7 +8,7 @@ import typer
 
 from rlmix.cli.answer import Answer, answered
 from rlmix.cli.options import AsJson, ConfDir, Overrides
-from rlmix.core.errors import ConfigError, ExitCode
+from rlmix.core.errors import ConfigError, ExitCode, PlanError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -60,7 +60,7 @@ def train(
     given = list(overrides or [])
     if resume is not None:
         given = _overrides_of(resume, given, conf_dir)
-    config = load_config("train", given, extra_dir=conf_dir).config
+    config = load_config("train", given, extra_dir=conf_dir, judge=plan_problems).config
     if cfg == "config":
         return _show_config(config)
     if cfg == "plan":
@@ -103,6 +103,16 @@ def plan_of(config: "TrainConfig") -> "RunPlan":
     return build_plan(config, facts=facts_of(config), python=sys.executable)
 
 
+def plan_problems(config: "TrainConfig") -> list[str]:
+    """What a plan of this configuration would be refused for, one line each."""
+    from rlmix.plan.build import plan_faults
+
+    try:
+        return plan_faults(config, facts_of(config))
+    except (ConfigError, PlanError) as error:
+        return [str(error)]
+
+
 def facts_of(config: "TrainConfig") -> "ModelFacts":
     """Sizes of the policy: those that ship with rlmix for known model ids, else those of the
     folder's config.json. A plan of real servers needs no other file of the folder."""
@@ -130,7 +140,6 @@ def compared(plan: "RunPlan", config: "TrainConfig", conf_dir: Path | None) -> "
     from dataclasses import replace
 
     from rlmix.config.compose import load_config
-    from rlmix.core.errors import PlanError
     from rlmix.plan.comparison import compare
 
     experiment = config.plan.against

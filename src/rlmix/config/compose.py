@@ -4,8 +4,9 @@ The only file that imports hydra and omegaconf. Invariant: what `load_config` re
 every rule; what it raises names every fault of the request, not only the first.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,12 @@ ROOTS: Mapping[str, type] = {"train": TrainConfig}
 _COMPOSING = (HydraException, OmegaConfBaseException, AttributeError, ValueError)
 """What composing raises when the request or a YAML file is at fault."""
 
+SHARED_BY_POOLS = (
+    "accelerators", "experiment", "inventory", "model", "net", "numerics", "pools:", "pools=",
+    "run", "session", "trainer",
+)  # fmt: skip
+"""Sections without which no pool can be judged."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedConfig:
@@ -56,13 +63,19 @@ class _Composed:
 
 
 def load_config(
-    name: str = "train", overrides: Sequence[str] = (), *, extra_dir: Path | None = None
+    name: str = "train",
+    overrides: Sequence[str] = (),
+    *,
+    extra_dir: Path | None = None,
+    judge: Callable[[TrainConfig], Iterable[str]] | None = None,
 ) -> LoadedConfig:
     """Compose the primary config `name`.
 
     Args:
         overrides: KEY=VALUE arguments in Hydra's grammar.
         extra_dir: a folder with the user's own YAML, searched after the shipped one.
+        judge: what else is wrong with a configuration, asked about the sound part of a request
+            that is refused, so that its lines come in the same answer.
     Raises:
         ConfigError: lists every problem of the request.
     """
@@ -96,7 +109,21 @@ def load_config(
             problems += check_train(config)
             if not problems:
                 return LoadedConfig(config=config, choices=composed.choices)
+            if judge is not None and (part := _sound_part(config, problems)):
+                lines = (line.partition(": ") for line in judge(part))
+                problems += [Problem(where=where, what=what) for where, _, what in lines]
     raise as_error(problems)
+
+
+def _sound_part(config: TrainConfig, problems: Sequence[Problem]) -> TrainConfig | None:
+    """The configuration without the pools that a problem is about; None when a section that all
+    pools depend on has one, or no pool is left."""
+    wheres = [re.sub(r"^[+~]+|^pool@", "", problem.where) for problem in problems]
+    if any(where.startswith(SHARED_BY_POOLS) for where in wheres):
+        return None
+    broken = {where.split(".")[1].split("=")[0] for where in wheres if where.startswith("pools.")}
+    pools = {name: pool for name, pool in config.pools.items() if name not in broken}
+    return replace(config, pools=pools) if pools else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,14 @@ from rlmix.plan.model_facts import ELEMENT_BYTES, REFERENCE, ModelFacts, bundled
 from rlmix.plan.placement import Placement, mean_price, place
 from rlmix.plan.profiles import sglang_launch
 from rlmix.plan.refusals import judged, pool_faults, refuse, routing_faults
-from rlmix.plan.runplan import EvaluationPlan, PoolPlan, RouterPlan, RunPlan, WorkerPlan
+from rlmix.plan.runplan import (
+    EvaluationPlan,
+    PoolPlan,
+    RouterPlan,
+    RunPlan,
+    TrainerPlan,
+    WorkerPlan,
+)
 from rlmix.plan.speed import Numbers, modelled_speed
 from rlmix.plan.trainer import plan_trainer, trainer_faults
 from rlmix.plan.views import pool_view, scope_faults, scoped
@@ -47,20 +54,11 @@ def build_plan(config: TrainConfig, *, facts: ModelFacts, python: str) -> RunPla
     Raises:
         PlanError: lists everything that cannot be placed or run as asked.
     """
-    faults = list(scope_faults(config.pools, facts))
+    refuse(plan_faults(config, facts))
     config = scoped(config, facts)
-    real = {name: pool for name, pool in config.pools.items() if pool.engine == "sglang"}
+    real = _real_pools(config)
     placement = place(config)
-    trainer = plan_trainer(
-        config,
-        facts,
-        views=tuple(sorted({pool_view(pool) for pool in config.pools.values()})),
-        placement=placement,
-    )
-    for name, pool in real.items():
-        faults += pool_faults(name, pool, config, facts, placement)
-    faults += routing_faults(config, facts)
-    refuse([*faults, *placement.problems, *trainer_faults(config, trainer, placement)])
+    trainer = _trainer(config, facts, placement)
     pools: dict[str, PoolPlan] = {}
     for name, pool in config.pools.items():
         if name in real:
@@ -87,6 +85,27 @@ def build_plan(config: TrainConfig, *, facts: ModelFacts, python: str) -> RunPla
         against=None,
         warnings=tuple(plan_warnings(config, pools, facts)),
     )
+
+
+def plan_faults(config: TrainConfig, facts: ModelFacts) -> list[str]:
+    """Everything that cannot be placed or run as asked, one line each."""
+    faults = list(scope_faults(config.pools, facts))
+    config = scoped(config, facts)
+    placement = place(config)
+    for name, pool in _real_pools(config).items():
+        faults += pool_faults(name, pool, config, facts, placement)
+    faults += routing_faults(config, facts)
+    faults += placement.problems
+    return faults + trainer_faults(config, _trainer(config, facts, placement), placement)
+
+
+def _real_pools(config: TrainConfig) -> dict[str, PoolConfig]:
+    return {name: pool for name, pool in config.pools.items() if pool.engine == "sglang"}
+
+
+def _trainer(config: TrainConfig, facts: ModelFacts, placement: Placement) -> TrainerPlan:
+    views = tuple(sorted({pool_view(pool) for pool in config.pools.values()}))
+    return plan_trainer(config, facts, views=views, placement=placement)
 
 
 def _embedded(

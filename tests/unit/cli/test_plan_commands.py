@@ -75,6 +75,25 @@ def test_what_cannot_run_exits_with_two_and_names_every_problem(rlmix: Run) -> N
     assert "Traceback" not in done.stderr
 
 
+def test_wrong_keys_do_not_hide_what_sound_pools_cannot_do(rlmix: Run) -> None:
+    done = rlmix(
+        "train", "experiment=qwen36_mixed", "pools.b300.weights=fp9", "loop.stepz=3", "algo.low=9",
+        "pools.a100.weights=nvfp4", "pools.a100.moee=marlin", "pools.h200_fp8.tp=8",
+        "--cfg", "plan",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    told = [line.strip().split(":")[0] for line in done.stderr.splitlines()[1:]]
+    # a100 is not judged: what is wrong with its numbers may be the misspelt key.
+    assert told == [
+        "loop.stepz=3",
+        "pools.a100.moee=marlin",
+        "pools.b300.weights",
+        "algo.low",
+        "pools.h200_fp8.tp",
+    ]
+
+
 def test_a_planned_run_is_not_started(rlmix: Run, tmp_path: Path) -> None:
     done = rlmix("train", "experiment=qwen36_b200")
     assert done.returncode == 2
