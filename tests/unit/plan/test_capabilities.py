@@ -99,6 +99,14 @@ def test_rows_have_a_reason_a_public_source_and_fields_that_exist(row: Row) -> N
         assert set(row.when.get(key, ())) <= set(allowed), key  # type: ignore[arg-type]
 
 
+def test_deep_gemm_on_a_workstation_is_unproven_and_not_refused() -> None:
+    # SGLang 0.5.23 has a path of its own for it (deep_gemm_sm120.py).
+    judged = judge(replace(BF16_RTX, weights="fp8", activations="fp8", moe="deep_gemm"), ROWS)
+    assert judged.refusals == ()
+    assert judged.evidence == ()
+    assert "deep-gemm-workstation" in {row.name for row in judged.notes}
+
+
 def test_row_names_are_unique() -> None:
     assert len({row.name for row in ROWS}) == len(ROWS)
 

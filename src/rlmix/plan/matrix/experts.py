@@ -128,9 +128,9 @@ ROWS: tuple[Row, ...] = (
         name="deep-gemm-fp8-blackwell",
         verdict=NOTE,
         when={"architecture": ("sm100",), "weights": ("fp8",)},
-        reason="DeepGEMM rounds FP8 scales to powers of two here (UE8M0), so B200 and H100 serve "
-        "different numbers from one FP8 view, and a pushed update needs the same step or gives "
-        "garbage",
+        reason="DeepGEMM rounds FP8 scales to powers of two here (UE8M0): those of dense layers, "
+        "and those of experts with moe=deep_gemm. So B200 and H100 serve different numbers from one "
+        "FP8 view, and a pushed update needs the same step or gives garbage",
         source=sglang(13067),
     ),
     Row(
@@ -142,12 +142,12 @@ ROWS: tuple[Row, ...] = (
         source=f"{sglang(21317)} {sglang(25863)}",
     ),
     Row(
-        name="deep-gemm-needs-hopper",
-        verdict=REFUSED,
+        name="deep-gemm-workstation",
+        verdict=NOTE,
         when={"architecture": ("sm120",), "weights": ("fp8",), "moe": ("deep_gemm",)},
-        reason="loading FP8 blocks through DeepGEMM fails on SM120 (unknown scale layout)",
-        source=vllm(51884),
-        instead=({"moe": "triton"},),
+        reason="0.5.23 has a DeepGEMM path for FP8 experts on SM120, which rounds their scales to "
+        "powers of two; vLLM failed to load FP8 blocks through DeepGEMM here",
+        source=f"{srt('layers/moe/moe_runner/deep_gemm_sm120.py')} {vllm(51884)}",
     ),
     Row(
         name="deep-gemm-is-fp8",
