@@ -129,8 +129,8 @@ ROWS: tuple[Row, ...] = (
         verdict=NOTE,
         when={"architecture": ("sm100",), "weights": ("fp8",)},
         reason="DeepGEMM rounds FP8 scales to powers of two here (UE8M0): those of dense layers, "
-        "and those of experts with moe=deep_gemm. So B200 and H100 serve different numbers from one "
-        "FP8 view, and a pushed update needs the same step or gives garbage",
+        "and those of experts with moe=deep_gemm. So B200 and H100 serve different numbers from "
+        "one FP8 view, and a pushed update needs the same step or gives garbage",
         source=sglang(13067),
     ),
     Row(
