@@ -9,8 +9,6 @@ FORMATS = ("bf16", "fp8", "nvfp4")
 VIEW_SCOPES = ("all", "experts")
 """Which matrices a view quantises."""
 ACTIVATION_FORMATS = ("bf16", "fp8", "nvfp4", "fp32")
-EMBEDDED_ACTIVATIONS = ("bf16", "fp32")
-"""Those that the embedded engine's command line takes."""
 KV_FORMATS = ("bf16", "fp8", "fp32")
 ATTENTIONS = ("trtllm_mha", "fa3", "fa4", "flashinfer", "triton", "torch_native", "ascend")
 EMBEDDED_ATTENTIONS = ("trtllm_mha", "fa3", "fa4", "flashinfer", "triton", "torch_native")

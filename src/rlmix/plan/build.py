@@ -12,7 +12,7 @@ from rlmix.plan.memory import CONTEXTS_TOKENS
 from rlmix.plan.model_facts import ELEMENT_BYTES, REFERENCE, ModelFacts, bundled_facts
 from rlmix.plan.placement import Placement, mean_price, place
 from rlmix.plan.profiles import sglang_launch
-from rlmix.plan.refusals import judged, pool_faults, refuse, routing_faults
+from rlmix.plan.refusals import embedded_faults, judged, pool_faults, refuse, routing_faults
 from rlmix.plan.runplan import (
     EvaluationPlan,
     PoolPlan,
@@ -92,8 +92,12 @@ def plan_faults(config: TrainConfig, facts: ModelFacts) -> list[str]:
     faults = list(scope_faults(config.pools, facts))
     config = scoped(config, facts)
     placement = place(config)
-    for name, pool in _real_pools(config).items():
-        faults += pool_faults(name, pool, config, facts, placement)
+    real = _real_pools(config)
+    for name, pool in config.pools.items():
+        if name in real:
+            faults += pool_faults(name, pool, config, facts, placement)
+        else:
+            faults += embedded_faults(name, pool, config, facts)
     faults += routing_faults(config, facts)
     faults += placement.problems
     return faults + trainer_faults(config, _trainer(config, facts, placement), placement)

@@ -9,7 +9,7 @@ from rlmix.config.schema.pools import PoolConfig, records_experts
 from rlmix.config.schema.train import TrainConfig
 from rlmix.core.errors import PlanError
 from rlmix.plan.accelerators import ARCHITECTURES, architecture
-from rlmix.plan.capabilities import Combination, Judgement, judge, refusal_text
+from rlmix.plan.capabilities import Combination, Judgement, Row, judge, refusal_text
 from rlmix.plan.engine_args import argument_faults
 from rlmix.plan.fit import fit_faults
 from rlmix.plan.matrix import ROWS
@@ -62,6 +62,26 @@ def routing_faults(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
             f"algo.routing_replay: got true, but {facts.name} has no experts to replay; set "
             "algo.routing_replay=false"
         )
+
+
+def format_refusals(pool: PoolConfig, config: TrainConfig, facts: ModelFacts) -> tuple[Row, ...]:
+    """Rows against the formats of an embedded pool: numbers that the chip's kernels do not compute.
+
+    Kernels alone are not judged, since nothing of them runs here, and activations in fp32 are a
+    reference that no chip has.
+    """
+    refusals = judge(combination(pool, config, facts), ROWS).refusals
+    if pool.activations == "fp32":
+        return ()
+    return tuple(row for row in refusals if {"weights", "activations"} & set(row.when))
+
+
+def embedded_faults(
+    name: str, pool: PoolConfig, config: TrainConfig, facts: ModelFacts
+) -> Iterator[str]:
+    """Why an emulated pool would stand for numbers that no real one has."""
+    for row in format_refusals(pool, config, facts):
+        yield refusal_text(name, combination(pool, config, facts), row)
 
 
 def judged(pool: PoolConfig, config: TrainConfig, facts: ModelFacts) -> Judgement:

@@ -72,11 +72,11 @@ def test_known_names_are_those_that_the_rooms_implement() -> None:
     assert set(names.IMPORTANCE_KINDS) == set(IMPORTANCE_KINDS)
     assert set(names.CENTERED_KINDS) == set(CENTERED_KINDS)
     assert set(names.FORMATS) == set(VIEWS)
-    assert set(names.EMBEDDED_ACTIVATIONS) == set(profile.ACTIVATIONS)
+    assert set(names.ACTIVATION_FORMATS) == set(profile.ACTIVATIONS)
     assert set(names.KV_FORMATS) == set(profile.KV_FORMATS)
     kernels = profile.QUERY_FP8_BACKENDS + profile.QUERY_BF16_BACKENDS
     assert set(names.EMBEDDED_ATTENTIONS) == set(kernels)
-    assert set(names.EMULATED) == set(profile.SPLITS) - {"cpu"}
+    assert set(names.EMULATED) == set(profile.KERNELS) - {"cpu"}
     assert set(SINKS) == {"tensorboard", "wandb", "mlflow"}
     assert set(names.ROUTER_POLICIES) == set(STRATEGIES)
     assert set(names.SANDBOX_BACKENDS) == set(BACKENDS)

@@ -127,10 +127,49 @@ def test_emulation_is_always_said() -> None:
 
 
 def test_formats_that_a_chip_only_stores_are_said() -> None:
-    said = warnings_of("pools.h100.weights=nvfp4", "pools.a100.weights=fp8")
+    w4a16 = [f"pools.{name}.{key}" for name in ("h100", "a100") for key in (
+        "weights=nvfp4", "activations=bf16", "moe=marlin",
+    )]  # fmt: skip
+    said = warnings_of(*w4a16)
     assert "h100: h100 has no nvfp4 tensor cores" in said
-    assert "a100: a100 has no fp8 tensor cores" in said
+    assert "a100: a100 has no nvfp4 tensor cores" in said
     assert "b200: b200 has no" not in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cause", "way_out"),
+    [
+        (["pools.h100.activations=bf16"], "(W8A8) from SM89 on", "pools.h100.activations=fp8"),
+        (["pools.a100.weights=fp8"], "none of which runs on SM80", "pools.a100.weights=bf16"),
+        (["pools.a100.activations=fp8"], "BF16 weights", "pools.a100.activations=bf16"),
+        (["pools.b200.activations=fp8"], "(W4A4) or BF16 (W4A16)", "pools.b200.activations=bf16"),
+        (
+            ["pools.h200.weights=nvfp4", "pools.h200.activations=nvfp4"],
+            "through Marlin only",
+            "pools.h200.moe=marlin",
+        ),
+    ],
+)
+def test_emulated_pools_stand_for_numbers_that_a_real_one_has(
+    overrides: list[str], cause: str, way_out: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan(*overrides)
+    assert cause in str(caught.value)
+    assert way_out in str(caught.value)
+
+
+def test_every_variant_of_the_number_formats_can_be_emulated_where_its_chip_has_it() -> None:
+    found = plan(
+        "pools.b200.activations=nvfp4", "pools.b200.moe=flashinfer_trtllm_routed",
+        "pools.b300.weights=fp8", "pools.b300.activations=fp8", "pools.b300.moe=triton",
+        "pools.a100.activations=fp32", "pools.rtx_pro_6000.weights=nvfp4",
+        "pools.rtx_pro_6000.moe=marlin",
+    )  # fmt: skip
+    assert {name: pool.activations for name, pool in found.pools.items()} == {
+        "b300": "fp8", "b200": "nvfp4", "h200": "fp8", "h100": "fp8", "a100": "fp32",
+        "rtx_pro_6000": "bf16",
+    }  # fmt: skip
 
 
 def test_an_fp8_cache_that_the_real_chip_refuses_is_said_when_it_is_emulated() -> None:

@@ -17,6 +17,9 @@ from rlmix.engine.embedded.profile import Profile
 from rlmix.engine.embedded.shape import ModelShape
 from rlmix.numerics.fp8 import nearest_e4m3
 
+_TINY = 2.0**-126
+"""What is below underflowed, and dividing by it gives 0 instead of NaN."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
@@ -43,6 +46,11 @@ class Span:
     """Per layer [batch * kv heads, D, L], views of the cache."""
     values: Sequence[Tensor]
     """Per layer [batch * kv heads, L, D], views of the cache."""
+    tile: int
+    """Positions that the kernel handles at once."""
+    last_of_tile: Tensor | None
+    """int64 [L / LENGTH_STEP]: for each LENGTH_STEP positions the last ones of the kernel's tile
+    that they are in; None when one tile holds all."""
 
 
 class Attention:
@@ -53,6 +61,8 @@ class Attention:
         self._cache = cache
         self._scale = shape.head_dim**-0.5
         self._probability_format = profile.probability_format
+        self._kernels = profile.kernels
+        self._tiles: dict[tuple[int, int], Tensor] = {}
         self._positions = torch.arange(cache.capacity)
         self._zero, self._masked = torch.tensor(0.0), torch.tensor(float("-inf"))
         self._flat = [layer.view(-1, shape.head_dim) for layer in cache.values]
@@ -78,7 +88,15 @@ class Attention:
             caches = self._cache.values[:, :, :batch, :, :length].flatten(2, 3)
             self._seen = (batch, length, *self._per_layer(caches))
         _, _, keys, values = self._seen
-        return Span(first=0, last=batch, mask=mask, keys=keys, values=values)
+        return Span(
+            first=0,
+            last=batch,
+            mask=mask,
+            keys=keys,
+            values=values,
+            tile=self._kernels.decode_tile,
+            last_of_tile=self._last_of_tile(length, self._kernels.decode_tile),
+        )
 
     def chunk_span(self, chunk: Chunk, *, first: int) -> Span:
         """A chunk whose tokens are the step's rows from `first` on."""
@@ -88,7 +106,15 @@ class Attention:
         groups, heads = self._shape.num_query_groups, self._shape.num_kv_heads
         mask = may_look.repeat_interleave(groups, dim=0).expand(heads, -1, -1)
         keys, values = self._per_layer(self._cache.values[:, :, chunk.slot, :, :length])
-        return Span(first=first, last=first + chunk.num_tokens, mask=mask, keys=keys, values=values)
+        return Span(
+            first=first,
+            last=first + chunk.num_tokens,
+            mask=mask,
+            keys=keys,
+            values=values,
+            tile=self._kernels.prefill_tile,
+            last_of_tile=self._last_of_tile(length, self._kernels.prefill_tile),
+        )
 
     def attend(
         self, layer: int, queries_T: Tensor, spans: Sequence[Span], *, is_decode: bool
@@ -121,18 +147,52 @@ class Attention:
         return attended.reshape(num_tokens, -1)
 
     def _softmax_product(self, layer: int, queries: Tensor, span: Span) -> Tensor:
-        """softmax(mask + scale * queries keys) values, the probabilities in the kernel's format."""
+        """softmax(mask + scale * queries keys) values, the probabilities in the kernel's format.
+
+        Kernels walk over the cache tile by tile and cast exp(score - largest score so far), which
+        is a probability over the largest probability so far; later they scale it back.
+        """
         scores = torch.baddbmm(span.mask, queries, span.keys[layer], alpha=self._scale)
         values = span.values[layer]
         shares = torch.softmax(scores, -1)
         if self._probability_format == "fp32":
             return torch.bmm(shares, values)
-        if self._probability_format == "bf16":
-            return torch.bmm(shares.bfloat16().float(), values)
-        # E4M3 has few small numbers, so the scale matters: kernels cast exp(score - max), whose
-        # largest is 1.
-        largest = shares.amax(-1, keepdim=True)
-        return torch.bmm(nearest_e4m3(shares.div_(largest)), values).mul_(largest)
+        if span.last_of_tile is None:
+            largest = shares.amax(-1, keepdim=True)
+            tiles = shares
+        else:
+            tiles = shares.unflatten(-1, (-1, LENGTH_STEP))
+            so_far = tiles.amax(-1).cummax(-1).values.clamp_(min=_TINY)
+            largest = so_far.index_select(-1, span.last_of_tile).unsqueeze_(-1)
+        relative = tiles.div_(largest)
+        if self._probability_format == "fp8":
+            cast = nearest_e4m3(relative)
+        else:
+            cast = relative.bfloat16().float()
+        return self._products(cast.mul_(largest).view_as(scores), values, span.tile)
+
+    @staticmethod
+    def _products(shares: Tensor, values: Tensor, tile: int) -> Tensor:
+        """`shares` times `values`, summed tile by tile: MKL cuts long sums of more than 2 rows by
+        their length, and a chunk of a prompt would depend on where it ends."""
+        if shares.shape[1] <= 2 or shares.shape[2] <= tile:
+            return torch.bmm(shares, values)
+        pairs = zip(shares.split(tile, dim=2), values.split(tile, dim=1), strict=True)
+        first = next(pairs)
+        summed = torch.bmm(*first)
+        for shares_of_tile, values_of_tile in pairs:
+            summed.baddbmm_(shares_of_tile, values_of_tile)
+        return summed
+
+    def _last_of_tile(self, length: int, tile: int) -> Tensor | None:
+        if length <= tile:
+            return None
+        if (length, tile) not in self._tiles:
+            steps = torch.arange(length // LENGTH_STEP)
+            per_tile = tile // LENGTH_STEP
+            ends = (steps // per_tile + 1) * per_tile - 1
+            self._tiles[length, tile] = ends.clamp_(max=len(steps) - 1)
+        return self._tiles[length, tile]
 
     def _may_look(self, positions: Tensor, length: int) -> Tensor:
         """0 up to each position and -inf beyond, [rows, length]."""

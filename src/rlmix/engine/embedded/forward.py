@@ -22,6 +22,7 @@ from rlmix.engine.embedded.profile import Profile
 from rlmix.engine.embedded.routes import RouteCache
 from rlmix.engine.embedded.shape import ModelShape
 from rlmix.engine.embedded.weights import LayerWeights, ModelWeights
+from rlmix.numerics import fp8, nvfp4
 from rlmix.numerics.fp8 import fake_quantize_kv
 
 MIN_ROWS = 4
@@ -63,7 +64,9 @@ class Forward:
         self._cache = cache
         self._routes = routes
         self._attention = Attention(shape, profile, cache)
-        self._rounds = profile.activations == "bf16"
+        self._rounds = profile.rounds_to_bf16
+        self._activations = profile.activations
+        self._fp8_scales = profile.kernels.fp8_scales
         self._rounds_cache_to_fp8 = profile.kv == "fp8"
         self._rounds_query_to_fp8 = profile.rounds_query_to_fp8
         self._rounds_cache_to_bf16 = profile.kv == "bf16" and not self._rounds
@@ -87,7 +90,10 @@ class Forward:
         for index, layer in enumerate(weights.layers):
             queries_T = self._queries(index, layer, hidden_TH, rotations_T, rows.write_index)
             attended_T = self._attention.attend(index, queries_T, spans, is_decode=is_decode)
-            hidden_TH = self._round(torch.addmm(hidden_TH, self._round(attended_T), layer.out))
+            attended_T = self._round(attended_T)
+            if layer.attention_is_quantised:
+                attended_T = self._quantise(attended_T, layer)
+            hidden_TH = self._round(torch.addmm(hidden_TH, attended_T, layer.out))
             hidden_TH = self._mlp(layer, hidden_TH, taken)
         if self._routes is not None and taken is not None:
             self._routes.write(rows.slots_T, rows.positions_T, taken)
@@ -109,6 +115,16 @@ class Forward:
     def _round(self, values: Tensor) -> Tensor:
         return values.bfloat16().float() if self._rounds else values
 
+    def _quantise(self, inputs: Tensor, layer: LayerWeights) -> Tensor:
+        """What a quantised matrix is multiplied with, from its input [..., K]."""
+        if self._activations == "fp8":
+            # Power-of-two scales are what block-scaled products take; row scales stay float32.
+            scales = "fp32" if layer.scale_group is None else self._fp8_scales
+            return fp8.fake_quantize_activations(inputs, scales, group=layer.scale_group)
+        if self._activations == "nvfp4":
+            return nvfp4.fake_quantize_activations(inputs)
+        return inputs
+
     def _queries(
         self,
         index: int,
@@ -122,6 +138,8 @@ class Forward:
         num_rows, num_queries = len(hidden_TH), shape.num_heads
         num_rotated = num_queries + shape.num_kv_heads
         normed = self._round(_norm(hidden_TH, layer.input_norm, self._hidden_floor))
+        if layer.attention_is_quantised:
+            normed = self._quantise(normed, layer)
         heads = torch.mm(normed, layer.qkv).view(num_rows, -1, shape.head_dim)
         rotated = heads[:, :num_rotated]
         pairs = _norm(rotated, layer.qk_norm, self._head_floor).view(num_rows, num_rotated, -1, 2)
@@ -146,16 +164,17 @@ class Forward:
     ) -> Tensor:
         """Adds the layer's MLP to the residual stream, and its routes to `taken`."""
         normed = self._round(_norm(hidden_TH, layer.post_norm, self._hidden_floor))
+        inputs = self._quantise(normed, layer) if layer.mlp_is_quantised else normed
         if layer.router is None:
-            inner = self._gated(torch.mm(normed, layer.gate_up[0]))
+            inner = self._gated(torch.mm(inputs, layer.gate_up[0]), layer)
             return self._round(torch.addmm(hidden_TH, inner, layer.down[0]))
         chosen_TK, share_TK = self._route(layer.router, normed)
         if taken is not None:
             taken.append((chosen_TK, share_TK))
         if self._batches_experts:
-            outputs_TKH = self._experts_batched(layer, normed, chosen_TK)
+            outputs_TKH = self._experts_batched(layer, inputs, chosen_TK)
         else:
-            outputs_TKH = self._experts_one_by_one(layer, normed, chosen_TK)
+            outputs_TKH = self._experts_one_by_one(layer, inputs, chosen_TK)
         outputs_TKH.mul_(share_TK.unsqueeze(-1))
         return self._round(outputs_TKH.sum(1).add_(hidden_TH))
 
@@ -168,11 +187,13 @@ class Forward:
         share, chosen = torch.softmax(scores, -1).topk(self._shape.top_k, dim=-1)
         return chosen, share
 
-    def _gated(self, gate_up: Tensor) -> Tensor:
+    def _gated(self, gate_up: Tensor, layer: LayerWeights) -> Tensor:
+        """What meets the layer's down projection."""
         gate, up = self._round(gate_up).chunk(2, dim=-1)
-        return self._round(functional.silu(gate).mul_(up))
+        inner = self._round(functional.silu(gate).mul_(up))
+        return self._quantise(inner, layer) if layer.mlp_is_quantised else inner
 
-    def _experts_batched(self, layer: LayerWeights, normed: Tensor, chosen_TK: Tensor) -> Tensor:
+    def _experts_batched(self, layer: LayerWeights, inputs_TH: Tensor, chosen_TK: Tensor) -> Tensor:
         """Each row's K expert outputs, [T, K, H], by one product over all experts."""
         num_rows, top_k = chosen_TK.shape
         num_experts = self._shape.num_experts
@@ -187,17 +208,21 @@ class Forward:
         row_of_place[place_P] = order_P // top_k
         place_of_pair = np.empty(len(expert_P), dtype=np.int64)
         place_of_pair[order_P] = place_P
-        inputs = normed.index_select(0, torch.from_numpy(row_of_place)).view(num_experts, room, -1)
-        outputs = torch.bmm(self._gated(torch.bmm(inputs, layer.gate_up)), layer.down)
+        inputs = inputs_TH.index_select(0, torch.from_numpy(row_of_place)).view(
+            num_experts, room, -1
+        )
+        outputs = torch.bmm(self._gated(torch.bmm(inputs, layer.gate_up), layer), layer.down)
         outputs = outputs.view(num_experts * room, -1)
         return outputs.index_select(0, torch.from_numpy(place_of_pair)).view(num_rows, top_k, -1)
 
-    def _experts_one_by_one(self, layer: LayerWeights, normed: Tensor, chosen_TK: Tensor) -> Tensor:
+    def _experts_one_by_one(
+        self, layer: LayerWeights, inputs_TH: Tensor, chosen_TK: Tensor
+    ) -> Tensor:
         """The same, by a product for each expert that any row chose."""
-        outputs_TKH = torch.empty(*chosen_TK.shape, normed.shape[1])
+        outputs_TKH = torch.empty(*chosen_TK.shape, inputs_TH.shape[1])
         for expert in chosen_TK.unique().tolist():
             rows, ranks = (chosen_TK == expert).nonzero(as_tuple=True)
-            inner = self._gated(torch.mm(normed[rows], layer.gate_up[expert]))
+            inner = self._gated(torch.mm(inputs_TH[rows], layer.gate_up[expert]), layer)
             outputs_TKH[rows, ranks] = torch.mm(inner, layer.down[expert])
         return outputs_TKH
 

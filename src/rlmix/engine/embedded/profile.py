@@ -1,9 +1,9 @@
 """How an accelerator computes, beyond the format of its weights and its KV cache.
 
-Three effects are reproduced, each real and each small: where activations are rounded to BF16, in
-which format the attention kernel multiplies when the cache is FP8, and in which order the products
-of a dot product are added. Invariant: a profile changes rounding only; with exact
-arithmetic every profile computes the same function.
+Four effects are reproduced, each real: in which format the inputs of quantised layers are, where
+results are rounded to BF16, in which format the attention kernel multiplies and how it walks over
+the cache, and in which order the products of a dot product are added. Invariant: a profile changes
+rounding only; with exact arithmetic every profile computes the same function.
 """
 
 from dataclasses import dataclass
@@ -14,19 +14,48 @@ from rlmix.core.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-ACTIVATIONS = ("bf16", "fp32")
+ACTIVATIONS = ("bf16", "fp8", "nvfp4", "fp32")
 KV_FORMATS = ("bf16", "fp8", "fp32")
-
-SPLITS = {"b300": 16, "b200": 8, "h200": 4, "h100": 4, "a100": 2, "rtx_pro_6000": 32, "cpu": 1}
-"""Accelerator -> into how many equal runs of channels a dot product is cut; products are added
-run by run in turn. Chips of one generation share a number because they share kernels. The
-numbers stand for "another kernel", they are not measured on the chips."""
 
 QUERY_FP8_BACKENDS = ("fa3", "fa4", "trtllm_mha")
 """With an FP8 cache these kernels multiply in FP8: the query and the unnormalised probabilities are
 cast to E4M3, unscaled."""
 QUERY_BF16_BACKENDS = ("flashinfer", "triton", "torch_native")
 """These dequantise keys and values and multiply in BF16."""
+
+_BLOCK, _GROUP = 16, 128
+"""Channels that share an NVFP4 scale, and an FP8 scale."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernels:
+    """How one accelerator's kernels cut their work. The numbers stand for "another kernel"; they
+    are chosen by us and measured on no chip."""
+
+    blocks: int
+    """Runs that the eight blocks of 16 channels of a group of 128 are cut into; a dot product
+    takes a block from each run in turn."""
+    channels: int
+    """The same for the 16 channels of a block."""
+    prefill_tile: int
+    """Cached positions that attention of prompts handles at once: 32, 64, 96 or 128. MKL's sums
+    over so few do not depend on how many there are."""
+    decode_tile: int
+    fp8_scales: str = "fp32"
+    """`ue8m0`: the FP8 kernels take powers of two only."""
+
+
+KERNELS = {
+    "b300": Kernels(blocks=4, channels=8, prefill_tile=128, decode_tile=64, fp8_scales="ue8m0"),
+    "b200": Kernels(blocks=2, channels=8, prefill_tile=128, decode_tile=128, fp8_scales="ue8m0"),
+    "h200": Kernels(blocks=2, channels=4, prefill_tile=128, decode_tile=96),
+    "h100": Kernels(blocks=2, channels=4, prefill_tile=128, decode_tile=96),
+    "a100": Kernels(blocks=1, channels=2, prefill_tile=64, decode_tile=64),
+    "rtx_pro_6000": Kernels(blocks=4, channels=2, prefill_tile=64, decode_tile=32),
+    "cpu": Kernels(blocks=1, channels=1, prefill_tile=128, decode_tile=128),
+}
+"""Accelerator -> kernels. H100 and H200 have the same number of the same multiprocessors, run the
+same binaries and share their entry."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +65,9 @@ class Profile:
     accelerator: str
     weights: str
     activations: str
-    """`bf16`: rounded where a GPU kernel writes its output; `fp32`: never, for oracles."""
+    """Format of what quantised layers are multiplied with: `fp8` (W8A8), `nvfp4` (W4A4) or `bf16`.
+    With each of them results are rounded to BF16 where a GPU kernel writes its output. `fp32`:
+    nothing is rounded, for oracles."""
     kv: str
     """`bf16`, `fp8` (E4M3, scale 1, saturating) or `fp32` (not rounded, for oracles)."""
     attention: str
@@ -44,7 +75,7 @@ class Profile:
     def __post_init__(self) -> None:
         backends = QUERY_FP8_BACKENDS + QUERY_BF16_BACKENDS
         allowed = {
-            "accelerator": tuple(SPLITS),
+            "accelerator": tuple(KERNELS),
             "activations": ACTIVATIONS,
             "kv": KV_FORMATS,
             "attention": backends,
@@ -55,6 +86,21 @@ class Profile:
                 raise ConfigError(
                     f"embedded engine: {name}={value!r}; it reproduces {', '.join(values)}"
                 )
+        if self.activations in ("fp8", "nvfp4") and self.activations != self.weights:
+            raise ConfigError(
+                f"embedded engine: activations={self.activations} with weights={self.weights}; "
+                f"kernels multiply {self.activations} with {self.activations} only: use "
+                f"weights={self.activations} or activations=bf16"
+            )
+
+    @property
+    def kernels(self) -> Kernels:
+        return KERNELS[self.accelerator]
+
+    @property
+    def rounds_to_bf16(self) -> bool:
+        """Whether kernels write BF16."""
+        return self.activations != "fp32"
 
     @property
     def rounds_query_to_fp8(self) -> bool:
@@ -63,14 +109,23 @@ class Profile:
     @property
     def probability_format(self) -> str:
         """Format of the attention probabilities when they meet the values: fp8, bf16 or fp32."""
-        return "fp8" if self.rounds_query_to_fp8 else self.activations
+        if self.rounds_query_to_fp8:
+            return "fp8"
+        return "bf16" if self.rounds_to_bf16 else "fp32"
 
     def channel_order(self, num_channels: int) -> "Tensor | None":
         """int64 permutation in which channels are stored, so that dot products over them add in
-        this order; None to keep them as they are."""
+        this order; None to keep them as they are. Channels that share a scale stay together."""
         import torch
 
-        splits = SPLITS[self.accelerator]
-        if splits == 1 or num_channels % splits:
+        kernels = self.kernels
+        if (kernels.blocks, kernels.channels) == (1, 1) or num_channels % _BLOCK:
             return None
-        return torch.arange(num_channels).view(splits, -1).t().reshape(-1)
+        in_block = torch.arange(_BLOCK).view(kernels.channels, -1).t().reshape(-1)
+        parts = []
+        for first in range(0, num_channels, _GROUP):
+            blocks = torch.arange(min(_GROUP, num_channels - first) // _BLOCK)
+            if len(blocks) % kernels.blocks == 0:
+                blocks = blocks.view(kernels.blocks, -1).t().reshape(-1)
+            parts.append(first + blocks * _BLOCK)
+        return (torch.cat(parts)[:, None] + in_block).reshape(-1)

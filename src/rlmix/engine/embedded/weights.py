@@ -15,8 +15,9 @@ from torch import Tensor
 from rlmix.core.errors import ConfigError, DataError, WeightSyncError
 from rlmix.engine.embedded.profile import Profile
 from rlmix.engine.embedded.shape import ModelShape, read_shape
-from rlmix.numerics import views
+from rlmix.numerics import fp8, views
 from rlmix.numerics.view_config import spec_of_config
+from rlmix.numerics.view_spec import ViewSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +25,12 @@ class LayerWeights:
     """One decoder layer, float32, each matrix [inputs, outputs] as the forward multiplies it.
     H hidden, D head_dim, E experts, I inner size."""
 
+    attention_is_quantised: bool
+    """Whether the view quantises `qkv` and `out`, so that their inputs may be quantised too."""
+    mlp_is_quantised: bool
+    scale_group: int | None
+    """Elements of an input row that share an FP8 scale; None: the whole row, as goes with weights
+    of one scale per channel."""
     input_norm: Tensor
     """[H], times sqrt(H); likewise every other norm."""
     qkv: Tensor
@@ -90,9 +97,18 @@ def load_weights(folder: Path, *, shape: ModelShape, profile: Profile) -> ModelW
         raw = _read_tensors(folder)
         state = views.decode_view(raw, spec)
         state = dict(views.split_experts(state))
-        return _assemble(state, raw, shape=shape, profile=profile)
+        if spec.convention == "blocks" and profile.kernels.fp8_scales == "ue8m0":
+            _to_powers_of_two(state, spec)
+        return _assemble(state, raw, spec=spec, shape=shape, profile=profile)
     except (DataError, ConfigError, KeyError) as error:
         raise WeightSyncError(f"weights: {folder}: {error}") from error
+
+
+def _to_powers_of_two(state: dict[str, Tensor], spec: ViewSpec) -> None:
+    """FP8 weights as engines requantise them on chips whose kernels take no other scales."""
+    for name in filter(spec.quantises, list(state)):
+        blocks = fp8.quantize_blocks(state[name].bfloat16(), scales="ue8m0", name=name)
+        state[name] = blocks.dequantize()
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -112,7 +128,12 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _assemble(
-    state: dict[str, Tensor], raw: dict[str, Tensor], *, shape: ModelShape, profile: Profile
+    state: dict[str, Tensor],
+    raw: dict[str, Tensor],
+    *,
+    spec: ViewSpec,
+    shape: ModelShape,
+    profile: Profile,
 ) -> ModelWeights:
     reader = _Reader(state, profile)
     embedding = reader.get("model.embed_tokens.weight", (shape.vocab_size, shape.hidden), "H")
@@ -121,7 +142,7 @@ def _assemble(
         head = reader.get("lm_head.weight", (shape.vocab_size, shape.hidden), "H")
     return ModelWeights(
         embedding=embedding,
-        layers=tuple(_layer(reader, index, shape) for index in range(shape.num_layers)),
+        layers=tuple(_layer(reader, index, shape, spec) for index in range(shape.num_layers)),
         final_norm=_norm(reader, "model.norm.weight", shape.hidden),
         head=head.t(),
         checksum=_checksum(raw),
@@ -167,7 +188,7 @@ def _norm(reader: _Reader, name: str, size: int) -> Tensor:
     return reader.get(name, (size,), "H") * size**0.5
 
 
-def _layer(reader: _Reader, index: int, shape: ModelShape) -> LayerWeights:
+def _layer(reader: _Reader, index: int, shape: ModelShape, spec: ViewSpec) -> LayerWeights:
     prefix = f"model.layers.{index}."
     attention = prefix + "self_attn."
     hidden, head_dim = shape.hidden, shape.head_dim
@@ -186,7 +207,11 @@ def _layer(reader: _Reader, index: int, shape: ModelShape) -> LayerWeights:
     ]
     out = reader.get(f"{attention}o_proj.weight", (hidden, shape.num_heads * head_dim), "H.")
     router, gate_up, down = _mlp(reader, index, shape)
+    in_mlp = "mlp.experts.0." if router is not None else "mlp."
     return LayerWeights(
+        attention_is_quantised=spec.quantises(f"{attention}q_proj.weight"),
+        mlp_is_quantised=spec.quantises(f"{prefix}{in_mlp}down_proj.weight"),
+        scale_group=None if spec.convention == "channels" else fp8.GROUP,
         input_norm=_norm(reader, prefix + "input_layernorm.weight", hidden),
         qkv=torch.cat(
             (
