@@ -377,8 +377,8 @@ def test_requests_that_make_no_sense_are_refused_with_the_reason(stage):
 def test_two_hundred_sessions_survive_the_death_of_one_of_three_replicas(stage):
     async def session(number: int) -> list[str]:
         homes = []
-        for _ in range(4):
-            answer = await stage.generate(f"s{number}", takes_s=0.15)
+        for _ in range(8):
+            answer = await stage.generate(f"s{number}", takes_s=0.3)
             assert answer.status == 200
             homes.append(answer.by)
         return homes
