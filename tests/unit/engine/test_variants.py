@@ -83,25 +83,33 @@ def test_quantised_activations_and_an_fp8_cache_each_add_to_the_distance(score, 
     assert fp8_cache > 3 * bf16_cache
 
 
-def tensors_of(score, accelerator, view):
+def first_layer(score, accelerator, moe="triton"):
     profile = Profile(
-        accelerator=accelerator, weights=view, activations="bf16", kv="bf16", attention="triton"
+        accelerator=accelerator,
+        weights="fp8",
+        activations="fp8",
+        kv="bf16",
+        attention="triton",
+        moe=moe,
     )
-    folder = score.folders[view]
+    folder = score.folders["fp8"]
     shape = read_shape(read_config(folder))
-    return load_weights(folder, shape=shape, profile=profile).layers[0]
+    return load_weights(folder, shape=shape, profile=profile).layers[0], profile
 
 
-def test_fp8_weights_get_power_of_two_scales_on_sm100_only(score):
-    blocks = tensors_of(score, "cpu", "fp8").out
-    assert torch.equal(tensors_of(score, "h100", "fp8").out.sort().values, blocks.sort().values)
-    expected = fp8.quantize_blocks(blocks.t().bfloat16(), scales="ue8m0").dequantize()
-    found = tensors_of(score, "b200", "fp8").out.t()
-    order = Profile(
-        accelerator="b200", weights="fp8", activations="bf16", kv="bf16", attention="triton"
-    ).channel_order(128)
-    assert torch.equal(found, expected[order])
-    assert not torch.equal(expected, blocks.t())
+def test_fp8_weights_get_power_of_two_scales_where_deep_gemm_on_sm100_multiplies_them(score):
+    on_disk, _ = first_layer(score, "cpu")
+    in_powers = fp8.quantize_blocks(on_disk.out.t().bfloat16(), scales="ue8m0").dequantize()
+    assert not torch.equal(in_powers, on_disk.out.t())
+    for accelerator, expected in (("b200", in_powers), ("h100", on_disk.out.t())):
+        layer, profile = first_layer(score, accelerator, moe="deep_gemm")
+        assert torch.equal(layer.out.t(), expected[profile.channel_order(128)])
+    triton, profile = first_layer(score, "b200")
+    deep_gemm, _ = first_layer(score, "b200", moe="deep_gemm")
+    assert torch.equal(triton.out, deep_gemm.out)
+    assert not torch.equal(triton.down, deep_gemm.down)
+    order = profile.channel_order(128)
+    assert torch.equal(triton.down, on_disk.down[:, order][:, :, order])
 
 
 @pytest.mark.parametrize("accelerator", sorted(KERNELS))

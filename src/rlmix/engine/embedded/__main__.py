@@ -63,6 +63,7 @@ def _check(arguments: argparse.Namespace) -> Profile:
         activations=arguments.activations,
         kv=arguments.kv,
         attention=arguments.attention,
+        moe=arguments.moe,
     )
 
 

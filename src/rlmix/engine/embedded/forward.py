@@ -66,7 +66,8 @@ class Forward:
         self._attention = Attention(shape, profile, cache)
         self._rounds = profile.rounds_to_bf16
         self._activations = profile.activations
-        self._fp8_scales = profile.kernels.fp8_scales
+        self._fp8_scales = profile.fp8_scales
+        self._expert_fp8_scales = profile.expert_fp8_scales
         self._rounds_cache_to_fp8 = profile.kv == "fp8"
         self._rounds_query_to_fp8 = profile.rounds_query_to_fp8
         self._rounds_cache_to_bf16 = profile.kv == "bf16" and not self._rounds
@@ -115,15 +116,21 @@ class Forward:
     def _round(self, values: Tensor) -> Tensor:
         return values.bfloat16().float() if self._rounds else values
 
-    def _quantise(self, inputs: Tensor, layer: LayerWeights) -> Tensor:
+    def _quantise(self, inputs: Tensor, layer: LayerWeights, *, is_expert: bool = False) -> Tensor:
         """What a quantised matrix is multiplied with, from its input [..., K]."""
         if self._activations == "fp8":
-            # Power-of-two scales are what block-scaled products take; row scales stay float32.
-            scales = "fp32" if layer.scale_group is None else self._fp8_scales
+            scales = self._expert_fp8_scales if is_expert else self._fp8_scales
+            if layer.scale_group is None:
+                scales = "fp32"
             return fp8.fake_quantize_activations(inputs, scales, group=layer.scale_group)
         if self._activations == "nvfp4":
             return nvfp4.fake_quantize_activations(inputs)
         return inputs
+
+    def _quantise_in_mlp(self, inputs: Tensor, layer: LayerWeights) -> Tensor:
+        if not layer.mlp_is_quantised:
+            return inputs
+        return self._quantise(inputs, layer, is_expert=layer.router is not None)
 
     def _queries(
         self,
@@ -164,7 +171,7 @@ class Forward:
     ) -> Tensor:
         """Adds the layer's MLP to the residual stream, and its routes to `taken`."""
         normed = self._round(_norm(hidden_TH, layer.post_norm, self._hidden_floor))
-        inputs = self._quantise(normed, layer) if layer.mlp_is_quantised else normed
+        inputs = self._quantise_in_mlp(normed, layer)
         if layer.router is None:
             inner = self._gated(torch.mm(inputs, layer.gate_up[0]), layer)
             return self._round(torch.addmm(hidden_TH, inner, layer.down[0]))
@@ -191,7 +198,7 @@ class Forward:
         """What meets the layer's down projection."""
         gate, up = self._round(gate_up).chunk(2, dim=-1)
         inner = self._round(functional.silu(gate).mul_(up))
-        return self._quantise(inner, layer) if layer.mlp_is_quantised else inner
+        return self._quantise_in_mlp(inner, layer)
 
     def _experts_batched(self, layer: LayerWeights, inputs_TH: Tensor, chosen_TK: Tensor) -> Tensor:
         """Each row's K expert outputs, [T, K, H], by one product over all experts."""

@@ -42,7 +42,7 @@ class Kernels:
     over so few do not depend on how many there are."""
     decode_tile: int
     fp8_scales: str = "fp32"
-    """`ue8m0`: the FP8 kernels take powers of two only."""
+    """`ue8m0`: DeepGEMM, which multiplies dense FP8 layers, takes powers of two only."""
 
 
 KERNELS = {
@@ -71,6 +71,8 @@ class Profile:
     kv: str
     """`bf16`, `fp8` (E4M3, scale 1, saturating) or `fp32` (not rounded, for oracles)."""
     attention: str
+    moe: str = "grouped"
+    """Runner of the experts; only `deep_gemm` changes numbers, see `expert_fp8_scales`."""
 
     def __post_init__(self) -> None:
         backends = QUERY_FP8_BACKENDS + QUERY_BF16_BACKENDS
@@ -96,6 +98,16 @@ class Profile:
     @property
     def kernels(self) -> Kernels:
         return KERNELS[self.accelerator]
+
+    @property
+    def fp8_scales(self) -> str:
+        """Scales of dense FP8 layers and of their inputs: `fp32` or `ue8m0`."""
+        return self.kernels.fp8_scales
+
+    @property
+    def expert_fp8_scales(self) -> str:
+        """Those of experts, which other runners than DeepGEMM multiply with float32 scales."""
+        return self.kernels.fp8_scales if self.moe == "deep_gemm" else "fp32"
 
     @property
     def rounds_to_bf16(self) -> bool:

@@ -97,18 +97,21 @@ def load_weights(folder: Path, *, shape: ModelShape, profile: Profile) -> ModelW
         raw = _read_tensors(folder)
         state = views.decode_view(raw, spec)
         state = dict(views.split_experts(state))
-        if spec.convention == "blocks" and profile.kernels.fp8_scales == "ue8m0":
-            _to_powers_of_two(state, spec)
+        if spec.convention == "blocks":
+            _requantise(state, spec, profile)
         return _assemble(state, raw, spec=spec, shape=shape, profile=profile)
     except (DataError, ConfigError, KeyError) as error:
         raise WeightSyncError(f"weights: {folder}: {error}") from error
 
 
-def _to_powers_of_two(state: dict[str, Tensor], spec: ViewSpec) -> None:
-    """FP8 weights as engines requantise them on chips whose kernels take no other scales."""
+def _requantise(state: dict[str, Tensor], spec: ViewSpec, profile: Profile) -> None:
+    """Give FP8 weights power-of-two scales where the engine's kernels take no others."""
     for name in filter(spec.quantises, list(state)):
-        blocks = fp8.quantize_blocks(state[name].bfloat16(), scales="ue8m0", name=name)
-        state[name] = blocks.dequantize()
+        is_expert = ".mlp.experts." in name
+        scales = profile.expert_fp8_scales if is_expert else profile.fp8_scales
+        if scales == "ue8m0":
+            blocks = fp8.quantize_blocks(state[name].bfloat16(), scales=scales, name=name)
+            state[name] = blocks.dequantize()
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
