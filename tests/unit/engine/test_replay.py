@@ -70,6 +70,8 @@ class Replay:
     """The engine's forward outside the engine, one conversation at a time."""
 
     def __init__(self, folder, profile):
+        # As the server does; MKL adds in another order with more.
+        torch.set_num_threads(1)
         self.shape = read_shape(read_config(folder))
         self.profile = profile
         self.weights = load_weights(folder, shape=self.shape, profile=profile)
