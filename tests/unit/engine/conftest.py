@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.engine.serving import MASK_CAP, MAX_RUNNING
+
 TINY = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -125,3 +127,12 @@ def make_view():
 @pytest.fixture(scope="session")
 def start_server():
     return running_server
+
+
+@pytest.fixture(scope="module")
+def server(view_folders, tmp_path_factory, start_server):
+    """URL of a BF16 server; a module has one of its own."""
+    ready = tmp_path_factory.mktemp("server") / "ready.json"
+    options = {"max_running_requests": MAX_RUNNING, "sampling_mask_max_tokens": MASK_CAP}
+    with start_server(view_folders["bf16", 0], ready, **options) as (url, _):
+        yield url

@@ -14,8 +14,6 @@ from rlmix.engine.protocol import (
     GenerationAborted,
 )
 from tests.unit.engine.serving import (
-    MASK_CAP,
-    MAX_RUNNING,
     VOCAB,
     client_of,
     load_of,
@@ -24,14 +22,6 @@ from tests.unit.engine.serving import (
     request,
     run,
 )
-
-
-@pytest.fixture(scope="module")
-def server(view_folders, tmp_path_factory, start_server):
-    ready = tmp_path_factory.mktemp("server") / "ready.json"
-    options = {"max_running_requests": MAX_RUNNING, "sampling_mask_max_tokens": MASK_CAP}
-    with start_server(view_folders["bf16", 0], ready, **options) as (url, _):
-        yield url
 
 
 def test_the_answer_has_the_shape_of_the_real_server(server):

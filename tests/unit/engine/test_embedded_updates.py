@@ -12,7 +12,6 @@ from rlmix.engine.protocol import (
     GenerationAborted,
 )
 from tests.unit.engine.serving import (
-    MASK_CAP,
     MAX_RUNNING,
     client_of,
     load_of,
@@ -23,15 +22,6 @@ from tests.unit.engine.serving import (
     set_version,
     wait_until,
 )
-
-
-@pytest.fixture(scope="module")
-def server(view_folders, tmp_path_factory, start_server):
-    ready = tmp_path_factory.mktemp("server") / "ready.json"
-    options = {"max_running_requests": MAX_RUNNING, "sampling_mask_max_tokens": MASK_CAP}
-    with start_server(view_folders["bf16", 0], ready, **options) as (url, _):
-        yield url
-
 
 UPDATED_TOKENS = 440
 """Of the turn that an update interrupts: some 0.3 s, far longer than one poll."""
