@@ -28,6 +28,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rlmix.config.compose import load_config
 from rlmix.engine.embedded.attention import Chunk
 from rlmix.engine.embedded.forward import Forward, Step
 from rlmix.engine.embedded.kv import KvCache
@@ -48,15 +49,6 @@ SAMPLED_FROM = Profile(
 )
 PARTS = ("rounding", "kernels", "weights", "activations", "kv")
 
-POOLS = (
-    ("b300", "nvfp4", "bf16", "fp8", "trtllm_mha"),
-    ("b200", "nvfp4", "bf16", "fp8", "trtllm_mha"),
-    ("h200", "fp8", "fp8", "fp8", "fa3"),
-    ("h100", "fp8", "fp8", "fp8", "fa3"),
-    ("a100", "bf16", "bf16", "fp8", "flashinfer"),
-    ("rtx_pro_6000", "bf16", "bf16", "fp8", "triton"),
-)
-"""The default pools."""
 OTHERS = (
     ("b200", "bf16", "bf16", "bf16", "trtllm_mha"),
     ("h100", "bf16", "bf16", "bf16", "fa3"),
@@ -243,6 +235,14 @@ def table(pools: Sequence[tuple[str, ...]], rows: Sequence[dict[str, float]]) ->
     return "\n".join(lines)
 
 
+def default_pools() -> tuple[tuple[str, str, str, str, str], ...]:
+    """(accelerator, weights, activations, KV, attention) of the pools that `rlmix train` starts."""
+    return tuple(
+        (pool.accelerator, pool.weights, pool.activations, pool.kv, pool.attention)
+        for pool in load_config().config.pools.values()
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="default pools only, 4 sessions")
@@ -252,7 +252,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model = resolve_model(arguments.model)
     num_sessions = 4 if arguments.quick else arguments.sessions
-    pools = POOLS if arguments.quick else POOLS + OTHERS
+    pools = default_pools() if arguments.quick else default_pools() + OTHERS
     started_s = time.perf_counter()
     with TemporaryDirectory() as scratch:
         folders = write_views(model, Path(scratch))
