@@ -1,0 +1,1 @@
+"""What a test runner's own report says, read in the host process: one file per runner family."""
