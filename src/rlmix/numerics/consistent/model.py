@@ -84,6 +84,10 @@ Attend = Callable[[int, Tensor, Tensor], Tensor]
 """(layer, queries [M, N, D], new [M, 2 * key heads, D]) -> [M, N, D], rounded as the spec says.
 `new` holds the rows' keys, then their values; where they go is the caller's business."""
 
+Route = Callable[[int, Tensor], tuple[Tensor, Tensor]]
+"""(layer, router logits [M, E]) -> (ids int64 [M, K], shares float32 [M, K]): who serves the rows,
+and what each counts for. An engine may write them down, a trainer take recorded ones."""
+
 
 def tensors_of(state: Mapping[str, Tensor], spec: ModelSpec) -> ModelTensors:
     """Tensors under their Hugging Face names, in float32; gradients flow back to `state`.
@@ -141,7 +145,7 @@ def run_layers(
     attend_rows: Attend,
     *,
     ranks: Ranks = ALONE,
-    routes: list[Tensor] | None = None,
+    route: Route | None = None,
 ) -> Tensor:
     """Final, normed hidden states, float32 [M, H] of numbers of the compute dtype.
 
@@ -149,11 +153,9 @@ def run_layers(
         ids_M: int64.
         rotations_2MD: float32 [2, M, D / 2], columns of `rope_table` at the rows' positions.
         attend_rows: see `Attend`.
-        routes: int64 [M, K] of each layer with experts, recorded by an engine, to be used instead
-            of this model's own choice; None: choose.
+        route: called in every layer with experts; None: `own_route`.
     """
     hidden_MH = tensors.embedding.index_select(0, ids_M)
-    chosen = iter(routes) if routes is not None else None
     for index, layer in enumerate(tensors.layers):
         attended = _attend(index, layer, spec, hidden_MH, rotations_2MD, attend_rows)
         hidden_MH = row_parallel_linear(
@@ -168,8 +170,9 @@ def run_layers(
         if layer.router is None:
             hidden_MH = _dense_mlp(layer, spec, hidden_MH, normed, ranks)
         else:
-            route = next(chosen) if chosen is not None else None
-            hidden_MH = _expert_layer(layer, spec, hidden_MH, normed, ranks, route)
+            logits_ME = linear(normed, layer.router)
+            chosen = own_route(logits_ME, spec) if route is None else route(index, logits_ME)
+            hidden_MH = _expert_layer(layer, spec, hidden_MH, normed, ranks, chosen)
     return rms_norm(hidden_MH, tensors.final_norm, eps=spec.rms_eps, round_to=spec.round_to)
 
 
@@ -208,18 +211,21 @@ def _dense_mlp(
     )
 
 
+def own_route(logits_ME: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
+    """Ids and shares of the experts that the model chooses, see `Route`."""
+    ids_MK = choose_experts(logits_ME, top_k=spec.top_k)
+    return ids_MK, expert_shares(logits_ME, ids_MK, renormalise=spec.norm_topk_prob)
+
+
 def _expert_layer(
     layer: LayerTensors,
     spec: ModelSpec,
     hidden_MH: Tensor,
     normed: Tensor,
     ranks: Ranks,
-    route: Tensor | None,
+    chosen: tuple[Tensor, Tensor],
 ) -> Tensor:
-    assert layer.router is not None
-    logits_ME = linear(normed, layer.router)
-    ids_MK = choose_experts(logits_ME, top_k=spec.top_k) if route is None else route
-    shares_MK = expert_shares(logits_ME, ids_MK, renormalise=spec.norm_topk_prob)
+    ids_MK, shares_MK = chosen
     outputs_MKH = expert_mlps(
         normed,
         ids_MK,
@@ -233,13 +239,20 @@ def _expert_layer(
 
 
 def train_hidden(
-    tensors: ModelTensors, spec: ModelSpec, ids_BT: Tensor, table: Tensor, *, tiling: Tiling
+    tensors: ModelTensors,
+    spec: ModelSpec,
+    ids_BT: Tensor,
+    table: Tensor,
+    *,
+    tiling: Tiling,
+    route: Route | None = None,
 ) -> Tensor:
     """Whole sequences at once, float32 [B, T, H], with gradient; rows are padded on the right.
 
     Args:
         ids_BT: int64.
         table: `rope_table` of at least T positions.
+        route: as in `run_layers`; its rows are those of `ids_BT`, one sequence after the other.
     """
     batch, length = ids_BT.shape
     groups = spec.num_heads // spec.num_kv_heads
@@ -252,5 +265,5 @@ def train_hidden(
         return attend(rows, keys, values, plan, round_to=spec.round_to).flatten(0, 1)
 
     rotations = table[:, :length].repeat(1, batch, 1)
-    hidden = run_layers(tensors, spec, ids_BT.reshape(-1), rotations, attend_rows)
+    hidden = run_layers(tensors, spec, ids_BT.reshape(-1), rotations, attend_rows, route=route)
     return hidden.view(batch, length, -1)
