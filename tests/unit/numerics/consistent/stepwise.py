@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rlmix.numerics.consistent.attention import attend, gather_pages, plan_attention
 from rlmix.numerics.consistent.contract import Tiling
-from rlmix.numerics.consistent.model import ModelSpec, ModelTensors, run_layers
+from rlmix.numerics.consistent.model import ALONE, ModelSpec, ModelTensors, Ranks, run_layers
 
 PAGE_JUNK = 7.5
 """What unused cache positions hold: finite, and far from any key."""
@@ -34,7 +34,9 @@ class SlotEngine:
         *,
         num_sequences: int,
         capacity: int,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self.ranks = ranks
         self.tensors, self.spec, self.table, self.tiling = tensors, spec, table, tiling
         self.groups = spec.num_heads // spec.num_kv_heads
         shape = (spec.num_layers, 2, num_sequences, spec.num_kv_heads, capacity, spec.head_dim)
@@ -84,7 +86,7 @@ class SlotEngine:
 
         rotations = self.table[:, torch.cat(positions)]
         ids = torch.cat([piece.ids for piece in pieces])
-        hidden = run_layers(self.tensors, self.spec, ids, rotations, attend_rows)
+        hidden = run_layers(self.tensors, self.spec, ids, rotations, attend_rows, ranks=self.ranks)
         return [hidden[starts[n] : starts[n + 1]] for n in range(len(pieces))]
 
     def attend_group(
