@@ -1,0 +1,266 @@
+#!/usr/bin/env python
+"""Measures the router beside others, on replicas that only take time.
+
+    python scripts/bench_router.py [--quick] [--json] [--seeds 5] [--rivals-python PATH]
+
+Every contestant gets the same sessions and the same replicas: one process that speaks SGLang's HTTP
+with the step times of six accelerators (a roofline, `rlmix.plan.speed`; modelled, not measured).
+The rivals are sglang-router and smg, as processes of their own, with their defaults; PATH is the
+python that has them installed, if that is not this one. `oracle` is no router at all: the client
+itself keeps each session on the replica with the fewest sessions per speed. `round_robin_direct` is
+the client sending turn after turn to the next replica. Times are scaled: a second of an accelerator
+takes TIME_SCALE seconds here, so routers have less time than they would have in earnest.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bench_router_contestants import (
+    Contestant,
+    Fleet,
+    available_contestants,
+    plan_specs,
+    ratio_specs,
+    start_contestant,
+)
+from bench_router_latency import measure_latency
+
+from rlmix.engine.timed.player import Played, Player
+from rlmix.engine.timed.trace import Shape, make_trace
+
+TIME_SCALE = 1 / 20
+"""Seconds here for a second of an accelerator."""
+TURN_TIMEOUT_S = 180.0
+"""A turn that takes longer on the accelerator's clock has timed out for its client."""
+
+LOADS = {
+    # name: (concurrent sessions, sessions in all); the six replicas run 184 requests at a time.
+    "moderate": (96, 192),
+    "high": (256, 512),
+}
+QUICK_LOADS = {"moderate": (96, 128), "high": (256, 256)}
+
+
+def summary(
+    played: Played, *, cpu_s: float, usd_per_hour: float, num_sessions: int
+) -> dict[str, Any]:
+    """What one run of one contestant came to."""
+    latencies = sorted(turn.latency_s for turn in played.turns)
+    shares = Counter(turn.replica for turn in played.turns)
+    tokens: Counter[str] = Counter()
+    for turn in played.turns:
+        tokens[turn.replica] += turn.output_tokens
+    real_s = played.makespan_s / TIME_SCALE
+    return {
+        "makespan_s": round(played.makespan_s, 3),
+        "p50_ms": round(1e3 * quantile(latencies, 0.5), 1),
+        "p99_ms": round(1e3 * quantile(latencies, 0.99), 1),
+        "hit_frac": round(played.hit_frac, 4),
+        "timeouts": played.timeouts,
+        "errors": played.num_errors,
+        "refusals": sum(played.refusals.values()),
+        "sessions_lost": played.sessions_lost,
+        "usd_per_session": round(usd_per_hour * real_s / 3600 / num_sessions, 5),
+        "cpu_ms_per_request": round(1e3 * cpu_s / max(1, len(latencies)), 3),
+        "turns": len(latencies),
+        "turn_share": {name: round(n / len(latencies), 4) for name, n in sorted(shares.items())},
+        "token_share": {
+            name: round(n / max(1, sum(tokens.values())), 4) for name, n in sorted(tokens.items())
+        },
+        "kinds_of_errors": played.errors,
+    }
+
+
+def quantile(ordered: list[float], q: float) -> float:
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0
+
+
+async def run_once(
+    contestant: Contestant, fleet: Fleet, *, load: tuple[int, int], seed: int, shape: Shape
+) -> dict[str, Any]:
+    """One contestant, one trace, cold caches."""
+    concurrency, num_sessions = load
+    await fleet.reset()
+    async with start_contestant(contestant, fleet) as running:
+        player = Player(
+            running.target,
+            concurrency=concurrency,
+            time_scale=TIME_SCALE,
+            turn_timeout_s=TURN_TIMEOUT_S * TIME_SCALE,
+        )
+        before_s, fleet_before_s = running.cpu_s(), fleet.cpu_s()
+        played = await player.play(make_trace(num_sessions, seed=seed, shape=shape))
+        result = summary(
+            played,
+            cpu_s=running.cpu_s() - before_s,
+            usd_per_hour=fleet.usd_per_hour,
+            num_sessions=num_sessions,
+        )
+        result["fleet_cpu_ms_per_request"] = round(
+            1e3 * (fleet.cpu_s() - fleet_before_s) / max(1, len(played.turns)), 3
+        )
+        return result
+
+
+def medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Each number's median over the seeds; counts are summed."""
+    summed = ("timeouts", "errors", "refusals", "sessions_lost", "turns")
+    found: dict[str, Any] = {}
+    for key, first in runs[0].items():
+        if key in summed:
+            found[key] = sum(run[key] for run in runs)
+        elif isinstance(first, (int, float)):
+            found[key] = round(statistics.median(run[key] for run in runs), 5)
+        elif key in ("turn_share", "token_share"):
+            names = sorted({name for run in runs for name in run[key]})
+            found[key] = {
+                name: round(statistics.mean(run[key].get(name, 0.0) for run in runs), 4)
+                for name in names
+            }
+    return found
+
+
+def compare(by_name: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """The document of one load: medians, and ratios seed by seed."""
+    ours, oracle = by_name["ours"], by_name["oracle"]
+    others = {n: medians(r) for n, r in by_name.items() if n not in ("ours", "oracle")}
+    rivals = [name for name in by_name if name.startswith("sglang_router")]
+    ratios = {
+        name: round(
+            statistics.median(
+                run["makespan_s"] / our["makespan_s"] for run, our in zip(runs, ours, strict=True)
+            ),
+            3,
+        )
+        for name, runs in by_name.items()
+        if name != "ours"
+    }
+    best = None
+    if rivals:
+        best = statistics.median(
+            min(by_name[name][index]["makespan_s"] for name in rivals) / our["makespan_s"]
+            for index, our in enumerate(ours)
+        )
+    return {
+        "ours": medians(ours),
+        "others": others,
+        "oracle": medians(oracle),
+        "ratio_best": None if best is None else round(best, 3),
+        "ratio_oracle": round(
+            statistics.median(
+                our["makespan_s"] / run["makespan_s"] for our, run in zip(ours, oracle, strict=True)
+            ),
+            3,
+        ),
+        "ratios": ratios,
+    }
+
+
+async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    contestants = available_contestants(arguments.rivals_python, only=arguments.only)
+    seeds = [arguments.seed + index for index in range(1 if arguments.quick else arguments.seeds)]
+    loads = QUICK_LOADS if arguments.quick else LOADS
+    if arguments.loads:
+        loads = {name: loads[name] for name in arguments.loads}
+    document: dict[str, Any] = {}
+    scenarios = {
+        "six": (plan_specs(time_scale=TIME_SCALE), loads),
+        "four_two_one": (ratio_specs(time_scale=TIME_SCALE), {"moderate": (24, 72)}),
+    }
+    for scenario, (specs, scenario_loads) in scenarios.items():
+        if arguments.scenarios and scenario not in arguments.scenarios:
+            continue
+        found = {}
+        async with Fleet(specs, folder / scenario) as fleet:
+            for name, load in scenario_loads.items():
+                by_name: dict[str, list[dict[str, Any]]] = {c.name: [] for c in contestants}
+                for index, seed in enumerate(seeds):
+                    # Every contestant is first once: what else runs on the machine changes.
+                    turn = index % len(contestants)
+                    for contestant in contestants[turn:] + contestants[:turn]:
+                        shape = Shape(shared_tokens=arguments.shared_tokens)
+                        result = await run_once(
+                            contestant, fleet, load=load, seed=seed, shape=shape
+                        )
+                        by_name[contestant.name].append(result)
+                        say(f"{scenario} {name} seed {seed} {contestant.name}: {brief(result)}")
+                found[name] = {"sessions": load[1], "concurrency": load[0], **compare(by_name)}
+        document[scenario] = found
+    if "six" in document and "moderate" in document["six"]:
+        document = {**document["six"]["moderate"], **document}
+    if not arguments.scenarios or "latency" in arguments.scenarios:
+        document["latency"] = await measure_latency(
+            contestants, folder / "latency", quick=arguments.quick, say=say
+        )
+    document["time_scale"] = TIME_SCALE
+    document["contestants"] = {c.name: c.version for c in contestants}
+    return document
+
+
+def brief(result: dict[str, Any]) -> str:
+    keys = ("makespan_s", "p50_ms", "p99_ms", "hit_frac", "timeouts", "errors", "sessions_lost",
+            "cpu_ms_per_request")  # fmt: skip
+    return " ".join(f"{key}={result[key]}" for key in keys)
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def table(found: dict[str, Any]) -> str:
+    """One load as a table in Markdown."""
+    lines = [
+        "| router | makespan s | times ours | p50 ms | p99 ms | cache hits | timeouts | errors "
+        "| $ a session | CPU ms a request |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    rows = {"rlmix": found["ours"], **found["others"], "oracle, no router": found["oracle"]}
+    for name, row in rows.items():
+        ratio = 1.0 if name == "rlmix" else found["ratios"].get(name.split(",")[0], 0.0)
+        lines.append(
+            f"| {name} | {row['makespan_s']:.2f} | {ratio:.2f} | {row['p50_ms']:.0f} | "
+            f"{row['p99_ms']:.0f} | {row['hit_frac']:.2f} | {row['timeouts']} | {row['errors']} | "
+            f"{row['usd_per_session']:.4f} | {row['cpu_ms_per_request']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--quick", action="store_true", help="one seed, smaller; under 60 s")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=1, help="the first seed")
+    parser.add_argument("--rivals-python", help="python that has sglang_router or smg")
+    parser.add_argument("--only", nargs="*", help="contestants by name; ours and oracle always run")
+    parser.add_argument("--loads", nargs="*", choices=list(LOADS))
+    parser.add_argument("--scenarios", nargs="*", choices=["six", "four_two_one", "latency"])
+    parser.add_argument("--shared-tokens", type=int, default=0, help="a common system prompt")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="rlmix-bench-router-") as folder:
+        document = asyncio.run(measure(arguments, Path(folder)))
+    if arguments.json:
+        print(json.dumps(document))
+        return
+    for scenario in ("six", "four_two_one"):
+        for load, found in document.get(scenario, {}).items():
+            print(f"\n{scenario}, {load} load: {found['concurrency']} sessions at a time, "
+                  f"{found['sessions']} in all\n")  # fmt: skip
+            print(table(found))
+            print(f"\nbest sglang-router / ours {found['ratio_best']}, "
+                  f"ours / oracle {found['ratio_oracle']}")  # fmt: skip
+    if "latency" in document:
+        print("\n" + json.dumps(document["latency"], indent=1))
+
+
+if __name__ == "__main__":
+    main()
