@@ -13,6 +13,7 @@ from pathlib import Path
 from aiohttp import web
 
 from rlmix.core.errors import ConfigError, ExitCode
+from rlmix.router.prober import StaticReplica, parse_replicas
 from rlmix.router.server import Router, RouterSpec
 
 
@@ -21,6 +22,14 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=0, help="0 lets the system choose")
     parser.add_argument("--ready-file", type=Path, help="written as JSON {url, pid} when serving")
+    parser.add_argument(
+        "--replica", action="append", default=[], metavar="NAME=URL",
+        help="an SGLang server to route to; the router asks it itself how it is",
+    )  # fmt: skip
+    parser.add_argument(
+        "--speed", action="append", default=[], metavar="NAME=X",
+        help="relative speed of a --replica before it has been observed; default 1",
+    )  # fmt: skip
     parser.add_argument("--token-env", help="environment variable that holds the bearer token")
     parser.add_argument("--policy", default="shortest_delay")
     parser.add_argument("--speeds", choices=("prior", "observed"), default="prior")
@@ -45,6 +54,13 @@ def read_token(variable: str | None) -> str | None:
     return token
 
 
+def read_replicas(arguments: argparse.Namespace) -> tuple[StaticReplica, ...]:
+    try:
+        return parse_replicas(arguments.replica, arguments.speed)
+    except ValueError as error:
+        raise ConfigError(f"router: {error}") from None
+
+
 def write_ready_file(path: Path, url: str) -> None:
     fresh = path.with_name(path.name + ".new")
     fresh.write_text(json.dumps({"url": url, "pid": os.getpid()}))
@@ -61,6 +77,7 @@ async def serve(arguments: argparse.Namespace) -> None:
             idle_expiry_s=arguments.idle_expiry_s,
             max_sessions=arguments.max_sessions,
             observe_speeds=arguments.speeds == "observed",
+            replicas=read_replicas(arguments),
             token=read_token(arguments.token_env),
         )
     )
@@ -95,7 +112,9 @@ def main(argv: list[str] | None = None) -> int:
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(serve(parse_arguments(sys.argv[1:] if argv is None else argv)))
     except (ConfigError, OSError) as error:
-        print(f"router: {error}", file=sys.stderr)
+        print(
+            str(error) if str(error).startswith("router") else f"router: {error}", file=sys.stderr
+        )
         return int(ExitCode.BAD_REQUEST)
     return int(ExitCode.GOOD)
 

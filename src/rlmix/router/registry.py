@@ -11,6 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rlmix.router.strategies import (
     Refusal,
@@ -80,6 +81,15 @@ class Upstream:
         self.max_running = record.max_running
         self.version = record.version
         self.state = record.state
+
+    def record(self, **changes: Any) -> ReplicaRecord:
+        """What is held about it, with changes."""
+        facts = {
+            "name": self.name, "pool": self.pool, "url": self.url, "speed": self.prior,
+            "numerics_key": self.numerics_key, "max_running": self.max_running,
+            "version": self.version, "state": self.state,
+        }  # fmt: skip
+        return ReplicaRecord(**{**facts, **changes})
 
     def lose(self) -> None:
         """Nothing more goes there, and what is under way is given up."""

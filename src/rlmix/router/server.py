@@ -23,6 +23,7 @@ from aiohttp import web
 
 from rlmix.core.errors import ConfigError
 from rlmix.router.metrics import Counters, metrics_text
+from rlmix.router.prober import Prober, StaticReplica
 from rlmix.router.registry import Registry, ReplicaRecord, Upstream
 from rlmix.router.sessions import Session, SessionTable
 from rlmix.router.strategies import STRATEGIES, Refusal, ReplicaState
@@ -62,6 +63,8 @@ class RouterSpec:
     """Above this number the longest idle sessions are forgotten."""
     observe_speeds: bool
     """True corrects the replicas' speeds by what their turns show; False keeps the priors."""
+    replicas: tuple[StaticReplica, ...] = ()
+    """Replicas that the router asks itself how they are; a fleet registers its own by PUT."""
     token: str | None = None
     """Bearer token that every request but `/ping` must carry; None asks for none."""
 
@@ -116,10 +119,14 @@ class Router:
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
         ) as self._http:
-            sweeper = asyncio.create_task(self._sweep(), name="router sweep")
+            tasks = [asyncio.create_task(self._sweep(), name="router sweep")]
+            if self._spec.replicas:
+                prober = Prober(self._spec.replicas, self.registry, token=self._spec.token)
+                tasks.append(asyncio.create_task(prober.run(self._http), name="router prober"))
             yield
-            sweeper.cancel()
-            await asyncio.gather(sweeper, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _sweep(self) -> None:
         while True:
