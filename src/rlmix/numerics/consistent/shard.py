@@ -187,12 +187,13 @@ def gloo_group(
         return None
     import torch.distributed as dist
 
-    options = dist.ProcessGroupGloo._Options()
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     # By default gloo resolves the machine's name, which may fail, or listen on a public address.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._devices = [gloo.create_device(hostname=host)]
     prefix = dist.PrefixStore(f"{name}-{'-'.join(map(str, members))}", store)
-    return dist.ProcessGroupGloo(prefix, members.index(rank), len(members), options)
+    return gloo(prefix, members.index(rank), len(members), options)
 
 
 def named_tensors(tensors: ModelTensors) -> dict[str, Tensor]:
@@ -212,12 +213,14 @@ def tensors_from_names(found: dict[str, Tensor]) -> ModelTensors:
     """The inverse of `named_tensors`."""
     num_layers = 1 + max(int(name.split(".")[0]) for name in found if "." in name)
     names = LayerTensors.__dataclass_fields__
+
+    def layer(number: int) -> LayerTensors:
+        fields: dict[str, Any] = {name: found.get(f"{number}.{name}") for name in names}
+        return LayerTensors(**fields)
+
     return ModelTensors(
         embedding=found["embedding"],
-        layers=tuple(
-            LayerTensors(**{name: found.get(f"{number}.{name}") for name in names})
-            for number in range(num_layers)
-        ),
+        layers=tuple(layer(number) for number in range(num_layers)),
         final_norm=found["final_norm"],
         head=found.get("head", found["embedding"]),
     )
