@@ -39,7 +39,7 @@ ALLOWED: dict[str, str] = {
     "pools": "core observe plan engine router.client launch.process launch.handle weights.store",
     "batch": "core algos",
     "weights": "core observe numerics",
-    "trainer": "core algos batch weights observe model",
+    "trainer": "core algos numerics batch weights observe model",
     "launch": "core plan observe",
     "scaling": "core observe plan",
     "loop": LOOP,

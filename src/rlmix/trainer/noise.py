@@ -3,12 +3,10 @@
 A few samples of each step are scored again, each alone instead of packed with others, and with the
 other of two equally good attention implementations: on some machines the shape of a batch changes
 no bit. So the difference is rounding in another order of sums. A pool whose mismatch is near it
-cannot be told from the trainer itself.
+cannot be told from the trainer itself. In exact mode there is no other order, and it must be 0.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from rlmix.algos.corrections import log_ratio
 from rlmix.algos.metrics import TokenFacts, mismatch_metrics
 from rlmix.batch.packing import MicroBatch, pack_samples
 from rlmix.core.sample import TrainSample
-from rlmix.trainer.policy import LONG_ATTENTION, SHORT_ATTENTION, SHORT_CONTEXT_TOKENS, Policy
+from rlmix.trainer.policy import Policy
 from rlmix.trainer.spec import AlgoSpec
 
 SAMPLES_PER_SECOND_LOOK = 64
@@ -62,7 +60,7 @@ def noise_floor(
         is_row_P = torch.from_numpy(batch.rows_P == row)
         sample = samples[int(batch.sequences_P[batch.rows_P == row][0])]
         (alone,) = pack_samples([sample], max_tokens=len(sample.ids))
-        with _other_attention(policy.model, num_tokens=len(sample.ids)):
+        with policy.computed_otherwise(num_tokens=len(sample.ids)):
             found = policy.token_logprobs(alone, temperature=algo.temperature, replay=algo.replay)
         sampler_P = torch.from_numpy(alone.sampler_logprobs_P)
         differences.append(packed_P[is_row_P] - log_ratio(found.trainer_P, sampler_P))
@@ -74,21 +72,3 @@ def noise_floor(
         "mismatch/noise_floor_k3": measured["mismatch/k3_kl"],
         "mismatch/noise_floor_tokens": float(difference_N.numel()),
     }
-
-
-@contextmanager
-def _other_attention(model: Any, *, num_tokens: int) -> Iterator[None]:
-    """The plain attention for the fused one and the other way round, for a while.
-
-    Nothing changes for any further implementation (it was asked for by name), nor where the plain
-    one would need memory for a long session's square.
-    """
-    used = model.config._attn_implementation
-    other = {SHORT_ATTENTION: LONG_ATTENTION, LONG_ATTENTION: SHORT_ATTENTION}.get(used, used)
-    if other == SHORT_ATTENTION and num_tokens > SHORT_CONTEXT_TOKENS:
-        other = used
-    model.set_attn_implementation(other)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(used)

@@ -8,6 +8,8 @@ otherwise contain it.
 
 # B rows, T padded length, P policy tokens, H hidden size, V vocabulary, K kept-set slots
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,9 +94,12 @@ class Policy:
         attention: str | None = None,
         experts: str | None = None,
         replays_routing: bool = False,
+        make: Callable[..., "Policy"] | None = None,
     ) -> "Policy":
         """Load a Hugging Face folder in BF16.
 
+        Args:
+            make: builds the policy out of the model and `replays_routing`; None: this class.
         Raises:
             TrainerError: the folder lacks files, its tensors and the model's parameters do not
                 match one to one, or routes cannot be replayed in its class.
@@ -129,7 +134,7 @@ class Policy:
                 f"trainer: {folder} does not match its model class: {problems}; every tensor must "
                 "have a parameter and every parameter a tensor"
             )
-        return cls(model, replays_routing=replays_routing)
+        return (make or cls)(model, replays_routing=replays_routing)
 
     @property
     def experts_shape(self) -> tuple[int, int] | None:
@@ -196,6 +201,43 @@ class Policy:
         self._routers.check(batch)
         with self._routers.replaying(batch.experts_BTLK) as tally:
             return self.hidden(ids_BT), tally
+
+    def next_logprobs(
+        self, ids_BT: Tensor, lengths: Sequence[int], *, temperature: float
+    ) -> list[Tensor]:
+        """log p(ids[t] | ids[:t]) over the whole vocabulary.
+
+        Args:
+            ids_BT: int64, padded on the right.
+            lengths: real tokens of each row, at least 1.
+        Returns:
+            float32 [length - 1] for each row: its tokens from 1 on.
+        """
+        hidden_BTH = self.hidden(ids_BT)
+        found = []
+        for row, length in enumerate(lengths):
+            logits_PV = self.logits(hidden_BTH[row, : length - 1]) / temperature
+            found.append(full_logprobs(logits_PV, ids_BT[row, 1:length]))
+        return found
+
+    @contextmanager
+    def computed_otherwise(self, *, num_tokens: int) -> Iterator[None]:
+        """For a while the plain attention for the fused one, or the other way round: the same
+        function with sums in another order.
+
+        Nothing changes for any further implementation (it was asked for by name), nor where the
+        plain one would need memory for a long session's square.
+        """
+        model: Any = self.model
+        used = model.config._attn_implementation
+        other = {SHORT_ATTENTION: LONG_ATTENTION, LONG_ATTENTION: SHORT_ATTENTION}.get(used, used)
+        if other == SHORT_ATTENTION and num_tokens > SHORT_CONTEXT_TOKENS:
+            other = used
+        model.set_attn_implementation(other)
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(used)
 
     def state(self) -> dict[str, Tensor]:
         """A BF16 copy of all tensors under the names of a Hugging Face checkpoint.

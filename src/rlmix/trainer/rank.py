@@ -10,7 +10,8 @@ were; three of those in a row stop the run; the policy version only grows.
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ import torch
 
 from rlmix.algos.corrections import CENTERED_KINDS, check_bounds
 from rlmix.algos.metrics import head_metrics, step_metrics
-from rlmix.algos.support import full_logprobs
 from rlmix.batch.packing import MicroBatch, pack_samples, pool_names_of, split_by_budget
 from rlmix.core.errors import TrainerError
 from rlmix.core.sample import TrainSample
@@ -31,6 +31,7 @@ from rlmix.trainer.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
+from rlmix.trainer.exact import ExactPolicy
 from rlmix.trainer.noise import noise_floor
 from rlmix.trainer.optimizer import MasterOptimizer
 from rlmix.trainer.policy import Policy
@@ -38,6 +39,13 @@ from rlmix.trainer.routing import routing_metrics
 from rlmix.trainer.spec import StepResult, TrainerSpec
 from rlmix.trainer.step import PassResult, run_micro_batches, sequence_rule, step_denominator
 from rlmix.weights.publish import PublishReport, publish_version
+
+POLICIES: Mapping[str, Callable[..., Policy]] = {
+    "native": Policy,
+    "exact": ExactPolicy,
+    "exact_fp32": partial(ExactPolicy, round_to=None),
+}
+"""`TrainerSpec.numerics` -> how the policy is computed."""
 
 MAX_FAULTS_IN_A_ROW = 3
 """One non-finite step can be a bad session; three in a row are a broken policy."""
@@ -89,6 +97,7 @@ class TrainerRank:
             attention=self._spec.attention,
             experts=self._spec.experts,
             replays_routing=self._spec.algo.routing_replay,
+            make=POLICIES[self._spec.numerics],
         )
         optimizer = MasterOptimizer(policy.parameters(), self._spec.optimizer)
         self._version = 0
@@ -263,11 +272,11 @@ class TrainerRank:
             ids_BT = torch.zeros(len(chosen), lengths[chosen[0]], dtype=torch.int64)
             for row, index in enumerate(chosen):
                 ids_BT[row, : lengths[index]] = torch.as_tensor(ids_list[index])
-            hidden_BTH = policy.hidden(ids_BT)
-            for row, index in enumerate(chosen):
-                end = lengths[index]
-                logits_PV = policy.logits(hidden_BTH[row, : end - 1]) / divisor
-                scores[index][1:] = full_logprobs(logits_PV, ids_BT[row, 1:end]).numpy()
+            found = policy.next_logprobs(
+                ids_BT, [lengths[index] for index in chosen], temperature=divisor
+            )
+            for index, logprobs_P in zip(chosen, found, strict=True):
+                scores[index][1:] = logprobs_P.numpy()
         return scores
 
     @torch.no_grad()

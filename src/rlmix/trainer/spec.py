@@ -73,6 +73,9 @@ class TrainerSpec:
     `policy.default_attention`."""
     experts: str | None = None
     """Transformers' experts implementation; None: `policy.EXPERTS`."""
+    numerics: str = "native"
+    """`native`: Transformers' forward. `exact`: the consistent operators, which the pools use too;
+    `exact_fp32`: the same without rounding activations to BF16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

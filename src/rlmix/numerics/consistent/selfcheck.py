@@ -19,6 +19,7 @@ from rlmix.numerics.consistent.attention import attend, plan_attention
 from rlmix.numerics.consistent.contract import TREE_LEAVES, Tiling, min_rows
 from rlmix.numerics.consistent.head import VOCAB_TILE
 from rlmix.numerics.consistent.linear import linear, row_parallel_linear
+from rlmix.numerics.consistent.model import ModelSpec, ModelTensors
 
 REFERENCE_ROWS = 96
 EXTRA_ROWS = (1, 2, 3, 4, 5, 7, 11, 12, 17, 19, 27, 33, 95)
@@ -42,6 +43,36 @@ class SelfCheck:
     @property
     def is_exact(self) -> bool:
         return not self.failures
+
+    def refusal(self) -> str:
+        """One sentence for a user; only where something failed."""
+        return (
+            f"this machine ({self.isa}, {self.blas}, threads={self.threads}) does not add equal "
+            f"rows equally, so nothing here can be exact: {self.failures[0]}, and "
+            f"{len(self.failures) - 1} more of {self.num_comparisons} comparisons failed"
+        )
+
+
+def check_model(tensors: ModelTensors, spec: ModelSpec, *, tiling: Tiling) -> SelfCheck:
+    """`self_check` with the shapes of a model as this process holds it."""
+    linear_shapes, row_parallel_shapes = [tuple(tensors.head.shape[::-1])], []
+    for layer in tensors.layers:
+        linear_shapes.append(tuple(layer.qkv.shape[::-1]))
+        row_parallel_shapes.append(tuple(layer.out.shape[::-1]))
+        linear_shapes.append(tuple(layer.gate_up.shape[:-3:-1]))
+        down = tuple(layer.down.shape[:-3:-1])
+        if layer.router is None:
+            row_parallel_shapes.append(down)
+        else:
+            linear_shapes += [down, tuple(layer.router.shape[::-1])]
+    return self_check(
+        linear_shapes=linear_shapes,
+        row_parallel_shapes=row_parallel_shapes,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        tiling=tiling,
+    )
 
 
 def self_check(
