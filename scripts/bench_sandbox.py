@@ -131,8 +131,9 @@ async def plain(folder: Path, repeats: int) -> dict[str, tuple[float, float]]:
         inside=bubblewrap.STATIC,
         interpreter=interpreter(),
         limits=LIMITS,
-        is_isolated=True,
+        stop="all",
         has_pids_limit=False,
+        has_memory_group=False,
     )
     fixed = bubblewrap.fixed_arguments(
         str(bubblewrap.find_bwrap()),

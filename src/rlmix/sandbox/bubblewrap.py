@@ -21,6 +21,8 @@ HOME = "/tmp"
 INNER_ID = "1000"
 SHM_BYTES = 16 << 20
 """/dev/shm, for semaphores of multiprocessing."""
+FILTER_FD = "4"
+"""Where the launcher leaves the system call filter."""
 _SYSTEM_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 
 
@@ -126,6 +128,7 @@ def arguments(fixed: list[str], template: str) -> list[str]:
     loop = ["/bin/bash", "--norc", "--noprofile", f"{STATIC}/loop.sh", REPO, BASE, SCRATCH, HOME]
     return [
         *fixed,
+        *("--seccomp", FILTER_FD),
         *("--ro-bind", template, BASE, "--remount-ro", "/", "--chdir", REPO, "--"),
         *loop,
     ]

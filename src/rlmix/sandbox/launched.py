@@ -6,16 +6,18 @@ Invariant: `close` leaves no process and no folder, however many sandboxes were 
 
 import asyncio
 import contextlib
-import shutil
 from abc import ABC, abstractmethod
 from pathlib import Path
 
 from rlmix.core.errors import SandboxError
 from rlmix.core.task import Commit
+from rlmix.sandbox.cgroups import Group, GroupPool, group_name, open_groups
 from rlmix.sandbox.link import LauncherLink, interpreter
+from rlmix.sandbox.placement import Placement
 from rlmix.sandbox.protocol import SandboxLimits, Template
+from rlmix.sandbox.reap import remove_tree, write_group_list
 from rlmix.sandbox.repository import RepositoryTemplate, TemplateStore
-from rlmix.sandbox.session import Placement, ShellSandbox
+from rlmix.sandbox.session import ShellSandbox
 from rlmix.sandbox.shell import write_static
 from rlmix.sandbox.uids import UidPool, UidRange
 
@@ -28,6 +30,8 @@ class LaunchedBackend(ABC):
 
     name: str
     is_isolated: bool
+    _stop = "all"
+    """How the first process ends the others: `all`, `tree` or `group`; see loop.sh."""
 
     def __init__(
         self, *, limits: SandboxLimits, folder: Path, run_id: str, uids: UidRange | None
@@ -36,6 +40,7 @@ class LaunchedBackend(ABC):
         self._folder = folder
         self._run_id = run_id
         self._uids = UidPool(uids)
+        self._groups = GroupPool(limits=limits, parents={}, version=0)
         self._link = LauncherLink()
         self._launching = asyncio.Lock()
         self._launches = 0
@@ -49,13 +54,28 @@ class LaunchedBackend(ABC):
         """Prepare a fresh launcher."""
 
     @abstractmethod
-    def _placement(self, template: RepositoryTemplate, uid: int | None) -> Placement:
-        """How one sandbox of `template` is started under `uid`."""
+    def _placement(
+        self, template: RepositoryTemplate, uid: int | None, group: Group | None
+    ) -> Placement:
+        """How one sandbox of `template` is started under `uid`, counted by `group`."""
 
     def _clean(self, placement: Placement) -> None:  # noqa: B027  (most have nothing to do)
         """Remove what one ended sandbox left on this machine."""
 
     # --- shared
+
+    def _open_groups(self) -> None:
+        """Find the control groups that this worker may use; says so where there are none."""
+        self._groups = open_groups(self._limits, group_name(self._run_id, self._folder.name))
+        write_group_list(self._folder, self._groups.parents.values())
+        missing = [name for name in ("memory", "pids") if name not in self._groups.in_force]
+        if missing:
+            self.warnings += (
+                f"no control group for {' and '.join(missing)} may be made here: bounds are per "
+                "process, not per sandbox",
+            )
+        if self._limits.cpus is not None and "cpu" not in self._groups.in_force:
+            self.warnings += ("sandbox.cpus has no effect: no control group for cpu",)
 
     def _write_static(self, *, inside: str, has_pids_limit: bool) -> None:
         write_static(
@@ -63,8 +83,9 @@ class LaunchedBackend(ABC):
             inside=inside,
             interpreter=interpreter(),
             limits=self._limits,
-            is_isolated=self.is_isolated,
+            stop=self._stop,
             has_pids_limit=has_pids_limit,
+            has_memory_group="memory" in self._groups.in_force,
         )
 
     async def _ensure_launcher(self) -> None:
@@ -88,11 +109,17 @@ class LaunchedBackend(ABC):
         assert isinstance(template, RepositoryTemplate)
         await self._ensure_launcher()
         uid = self._uids.take()
-        placement = self._placement(template, uid)
+        try:
+            group = self._groups.take()
+            placement = self._placement(template, uid, group)
+        except OSError as error:
+            self._uids.give_back(uid)
+            raise SandboxError(f"sandbox: cannot be prepared in {self._folder}: {error}") from None
         self._templates.hold(template)
 
         def on_end() -> None:
             self._uids.give_back(uid)
+            self._groups.give_back(group)
             self._templates.let_go(template)
             self._sandboxes.discard(sandbox)
             self._clean(placement)
@@ -114,6 +141,7 @@ class LaunchedBackend(ABC):
         await asyncio.gather(*(sandbox.destroy() for sandbox in list(self._sandboxes)))
         await self._link.close()
         await self._templates.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        await asyncio.to_thread(self._groups.close)
+        await asyncio.to_thread(remove_tree, self._folder)
         with contextlib.suppress(OSError):
             self._folder.parent.rmdir()  # The run's folder, when this was its last worker.

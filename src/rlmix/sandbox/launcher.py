@@ -12,16 +12,16 @@ Invariant: it holds nothing secret (argument lists only), because verdicts are f
 """
 
 import array
-import ctypes
 import fcntl
 import gc
+import importlib.util
 import marshal
 import os
-import resource
 import select
 import signal
 import socket
 import sys
+import time
 import traceback
 import types
 import unittest  # noqa: F401  (warm for verdicts)
@@ -30,58 +30,54 @@ MAX_PACKET_BYTES = 1 << 17
 NUM_RESERVED_FDS = 10
 """0-9 stay occupied, so that a received descriptor never sits where a child's must go."""
 CONTROL_FD = 3
+FILTER_FD = 4
+"""Where bubblewrap is told to read the system call filter."""
 EXIT_CANNOT_START = 71
 """Exit status of a child that failed before it ran anything of the agent's."""
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 NS_GET_USERNS = 0xB701
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
-PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 38, 47
-PR_CAP_AMBIENT_CLEAR_ALL = 4
-SYS_CAPSET = {"x86_64": 126, "aarch64": 91, "riscv64": 91}
 NAMESPACES = ("mnt", "net", "ipc", "uts", "cgroup", "pid")
-STAGE = "/tmp"
-"""Where a root launcher gathers what sandboxes need, in a mount namespace of its own."""
-
-libc = ctypes.CDLL(None, use_errno=True)
 
 
-def check(result: int, what: str) -> None:
-    if result != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
+def load_beside(name: str) -> types.ModuleType:
+    """A module in this folder; the folder itself stays off `sys.path`, which verdicts inherit."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"rlmix_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def stage(sources: list[tuple[str, str]]) -> None:
-    """Bind each (source folder, name) to STAGE/name, visible to this process's children only.
+confine = load_beside("confine")
+libc, check = confine.libc, confine.check
+
+
+def stage(sources: list[tuple[str, str]], covers: list[str]) -> None:
+    """Cover the folders `covers`, and bind each (folder, target) for this process's children only.
 
     A sandbox runs as a user id that may not walk into /root or into the run's folder; root binds
     them where that id can walk.
     """
     check(libc.unshare(CLONE_NEWNS), "unshare(CLONE_NEWNS)")
     check(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None), "mount --make-rprivate /")
-    folders = [(os.open(path, os.O_PATH | os.O_DIRECTORY), name) for path, name in sources]
-    flags = MS_NOSUID | MS_NODEV
-    check(libc.mount(b"tmpfs", STAGE.encode(), b"tmpfs", flags, b"mode=755,size=1m"), "mount tmpfs")
-    for fd, name in folders:
-        target = f"{STAGE}/{name}"
-        os.makedirs(target, mode=0o755)
+    folders = [(os.open(path, os.O_PATH | os.O_DIRECTORY), target) for path, target in sources]
+    for path in covers:
+        options, flags = b"mode=755,size=1m", MS_NOSUID | MS_NODEV
+        check(libc.mount(b"tmpfs", path.encode(), b"tmpfs", flags, options), f"tmpfs on {path}")
+    for fd, target in folders:
+        os.makedirs(target, mode=0o755, exist_ok=True)
         source = f"/proc/self/fd/{fd}".encode()
-        check(libc.mount(source, target.encode(), None, MS_BIND | MS_REC, None), f"bind {name}")
+        check(libc.mount(source, target.encode(), None, MS_BIND | MS_REC, None), f"bind {target}")
         os.close(fd)
-
-
-def take_uid(uid: int | None) -> None:
-    if uid is not None:
-        os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
 
 
 def reset_signals() -> None:
     """Back to defaults: Python ignores SIGPIPE and SIGXFSZ, and ignored signals survive exec."""
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    confine.die_with_parent()
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
@@ -92,13 +88,57 @@ def become_command(request: dict, fds: list[int]) -> None:
     control, output = fds
     reset_signals()
     os.setsid()
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.dup2(control, CONTROL_FD)
+    confine.join_groups(request["groups"])
+    if request["is_stdio"]:
+        # A container's client passes on these three and nothing else.
+        os.dup2(control, 0)
+        os.dup2(control, 1)
+        os.dup2(output, 2)
+    else:
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.dup2(control, CONTROL_FD)
     os.closerange(CONTROL_FD + 1, 1 << 16)
-    take_uid(request["uid"])
+    if request["rules"] is not None:
+        os._exit(supervised(lambda: become_confined(request)))
+    if request["filter"] is not None:
+        confine.filter_descriptor(request["filter"], FILTER_FD)
+    confine.take_uid(request["uid"])
     os.chdir(request["cwd"])
     os.execve(request["argv"][0], request["argv"], request["env"])
+
+
+def become_confined(request: dict) -> None:
+    """In the child of a supervisor: give up what can be given up, then turn into the command."""
+    give_up(request)
+    os.chdir(request["cwd"])
+    os.execve(request["argv"][0], request["argv"], request["env"])
+
+
+def give_up(request: dict) -> None:
+    """User id, limits, capabilities, files and system calls, in the order in which they allow
+    each other."""
+    supervisor = os.getppid()
+    confine.become_subreaper()
+    confine.take_uid(request["uid"])
+    confine.die_with_parent()
+    confine.set_limits(request["limits"])
+    confine.drop_rights()
+    confine.restrict_files(request["rules"])
+    if request["is_contained"]:
+        confine.must_not_signal(supervisor)
+    confine.load_filter(request["filter"])
+
+
+def supervised(action) -> int:
+    """Fork; the child does `action`, this process stays behind to end whatever comes of it."""
+    confine.become_subreaper()
+    libc.prctl(confine.PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    child = os.fork()
+    if child == 0:
+        os._exit(guarded(action))
+    os.closerange(CONTROL_FD, 1 << 16)
+    return confine.supervise(child)
 
 
 def enter_sandbox(pid: int, uid: int | None) -> None:
@@ -106,7 +146,7 @@ def enter_sandbox(pid: int, uid: int | None) -> None:
     folder = f"/proc/{pid}/ns"
     inner_user = os.open(f"{folder}/user", os.O_RDONLY)
     others = [os.open(f"{folder}/{name}", os.O_RDONLY) for name in NAMESPACES]
-    take_uid(uid)
+    confine.take_uid(uid)
     # bubblewrap makes a second user namespace to forbid further ones; mounts and network belong
     # to the first. Join outer, the rest, then inner.
     outer_user = fcntl.ioctl(others[0], NS_GET_USERNS)
@@ -115,28 +155,6 @@ def enter_sandbox(pid: int, uid: int | None) -> None:
         check(libc.setns(fd, 0), f"setns({name})")
     if not os.path.sameopenfile(outer_user, inner_user):
         check(libc.setns(inner_user, CLONE_NEWUSER), "setns(inner user)")
-
-
-def drop_rights() -> None:
-    """Give up every capability for good, as bubblewrap's own child does."""
-    check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    check(libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "ambient capabilities")
-    for number in range(64):
-        if libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0) != 0:
-            break
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    nothing = (ctypes.c_uint32 * 6)()
-    number = SYS_CAPSET[os.uname().machine]
-    check(libc.syscall(number, header, nothing), "capset")
-    check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "dumpable")
-
-
-def set_limits(limits: dict[str, int]) -> None:
-    for name, value in limits.items():
-        kind = getattr(resource, name)
-        hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
 
 
 def run_python(request: dict, source: int, report: int, output: int) -> int:
@@ -152,10 +170,16 @@ def run_python(request: dict, source: int, report: int, output: int) -> int:
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
-    set_limits(request["limits"])
-    if request["pid"] is not None:
-        drop_rights()
+    if request["rules"] is not None:
+        give_up(request)
+    else:
+        confine.set_limits(request["limits"])
+        if request["pid"] is not None:
+            confine.drop_rights()
+        if request["filter"] is not None:
+            confine.load_filter(request["filter"])
     code, data = marshal.loads(payload)
+    data |= request["places"]
     del payload
     sys.modules["__main__"] = types.ModuleType("__main__")
     names = {"__name__": "rlmix_sandbox", "data": data, "report_fd": report}
@@ -176,6 +200,9 @@ def become_python(request: dict, fds: list[int]) -> int:
     """In a forked child: enter the sandbox, fork into its pid namespace, wait for that child."""
     reset_signals()
     source, report, output = fds
+    confine.join_groups(request["groups"])
+    if request["rules"] is not None:
+        return supervised(lambda: run_python(request, source, report, output))
     if request["pid"] is None:
         return run_python(request, source, report, output)
     enter_sandbox(request["pid"], request["uid"])
@@ -203,6 +230,9 @@ class Launcher:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.ids: dict[int, int] = {}
+        self.leases: dict[int, float] = {}
+        """Process id -> when it must be gone, on the monotonic clock."""
+        self.supervisors: set[int] = set()
 
     def serve(self) -> None:
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -213,12 +243,27 @@ class Launcher:
         poller.register(self.sock, select.POLLIN)
         poller.register(wake_read, select.POLLIN)
         while True:
-            for fd, _ in poller.poll():
+            for fd, _ in poller.poll(self.end_leases()):
                 if fd == wake_read:
                     os.read(wake_read, 4096)
                     self.reap()
                 elif not self.receive():
                     return
+
+    def end_leases(self) -> int | None:
+        """Kill what outlived its lease; returns the milliseconds until the next one ends."""
+        now_s = time.monotonic()
+        for pid, until_s in list(self.leases.items()):
+            if until_s <= now_s:
+                del self.leases[pid]
+                self.kill(pid)
+        if not self.leases:
+            return None
+        return 1 + int(1000 * (min(self.leases.values()) - now_s))
+
+    def kill(self, pid: int) -> None:
+        # A supervisor has to end others first; it kills its child and exits.
+        os.kill(pid, signal.SIGTERM if pid in self.supervisors else signal.SIGKILL)
 
     def receive(self) -> bool:
         try:
@@ -241,7 +286,7 @@ class Launcher:
     def answer(self, request: dict, fds: list[int]) -> None:
         if request["op"] == "stage":
             try:
-                stage(request["sources"])
+                stage(request["sources"], request["covers"])
                 self.send({"staged": True, "error": ""})
             except OSError as error:
                 self.send({"staged": False, "error": str(error)})
@@ -249,7 +294,7 @@ class Launcher:
         if request["op"] == "kill":
             for pid, number in self.ids.items():
                 if number == request["id"]:
-                    os.kill(pid, signal.SIGKILL)
+                    self.kill(pid)
             return
         pid = os.fork()
         if pid == 0:
@@ -258,6 +303,10 @@ class Launcher:
             os.dup2(fds[1], 2)
             os._exit(guarded(lambda: become_command(request, fds)))
         self.ids[pid] = request["id"]
+        if request["rules"] is not None:
+            self.supervisors.add(pid)
+        if request["lease_s"] is not None:
+            self.leases[pid] = time.monotonic() + request["lease_s"]
 
     def reap(self) -> None:
         while self.ids:
@@ -265,6 +314,8 @@ class Launcher:
             if pid == 0:
                 return
             number = self.ids.pop(pid, None)
+            self.leases.pop(pid, None)
+            self.supervisors.discard(pid)
             if number is not None:
                 self.send({"id": number, "status": os.waitstatus_to_exitcode(status)})
 

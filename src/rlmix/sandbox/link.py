@@ -69,10 +69,15 @@ class LauncherLink:
         self._sock = ours
         asyncio.get_running_loop().add_reader(ours.fileno(), self._on_packet)
 
-    async def stage(self, sources: list[tuple[str, str]], timeout_s: float) -> str:
-        """Ask a root launcher to gather `sources`; returns why it could not, or ''."""
+    async def stage(
+        self, sources: list[tuple[str, str]], covers: list[str], timeout_s: float
+    ) -> str:
+        """Ask a root launcher to cover folders and bind (folder, target) pairs for its children.
+
+        Returns why it could not, or ''.
+        """
         self._staged = asyncio.get_running_loop().create_future()
-        await self._send({"op": "stage", "sources": sources}, [])
+        await self._send({"op": "stage", "sources": sources, "covers": covers}, [])
         answer = await asyncio.wait_for(self._staged, timeout_s)
         return "" if answer["staged"] else str(answer["error"])
 

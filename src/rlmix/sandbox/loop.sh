@@ -16,16 +16,23 @@ export PYTHONDONTWRITEBYTECODE=1 PYTHONHASHSEED=0 PYTHONUTF8=1
 ulimit -c 0
 ulimit -n 512
 ulimit -f "$file_kib"
-ulimit -v "$memory_kib"
+[[ $memory_kib ]] && ulimit -v "$memory_kib"
 [[ $pids ]] && ulimit -u "$pids"
 umask 022
 
 stop() {
-  if [[ $isolated ]]; then
-    kill -9 -1 # every process of this pid namespace but this one
-  else
-    kill -9 -- "-$child"
-  fi
+  case $stop_by in
+  all) kill -9 -1 ;; # Whoever this one may signal: its pid namespace, user id or Landlock domain.
+  group) kill -9 -- "-$child" ;;
+  tree)
+    # Orphans come here, so killing the children until none is left ends everything below.
+    local _ children
+    for ((_ = 0; _ < 2000; _ += 1)); do
+      read -r children <"/proc/$$/task/$$/children" || break
+      kill -9 $children
+    done
+    ;;
+  esac
 }
 
 run() {
@@ -39,10 +46,10 @@ run() {
   ulimit -t "$cpu_s"
   cd "$repo" || cd /
   trap - INT QUIT
-  if [[ $isolated ]]; then
-    exec -a bash /bin/bash "$@"
-  else
+  if [[ $stop_by = group ]]; then
     exec setsid /bin/bash "$@"
+  else
+    exec -a bash /bin/bash "$@"
   fi
 }
 
@@ -87,6 +94,7 @@ exec 2>/dev/null
 
 while IFS= read -r -d '' -u 3 verb && IFS= read -r -d '' -u 3 text; do
   ((number += 1))
+  interrupted= # A stop that came between two commands is not this one's.
   export RLMIX_SUBMIT="$scratch/submitted.$number"
   case $verb in
   run)

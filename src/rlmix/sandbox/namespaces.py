@@ -11,16 +11,18 @@ from pathlib import Path
 from rlmix.core.errors import SandboxError
 from rlmix.core.task import Commit
 from rlmix.sandbox import bubblewrap
+from rlmix.sandbox.cgroups import Group
 from rlmix.sandbox.launched import LaunchedBackend
 from rlmix.sandbox.link import RUN_MARK
+from rlmix.sandbox.placement import Placement
 from rlmix.sandbox.probe import check_isolation
 from rlmix.sandbox.protocol import SandboxLimits
 from rlmix.sandbox.repository import RepositoryTemplate
-from rlmix.sandbox.session import Placement
+from rlmix.sandbox.seccomp import build_filter
 from rlmix.sandbox.uids import UidRange
 
 STAGE = "/tmp"
-"""As in launcher.py: the folder that a root launcher covers for its own children."""
+"""The folder that a root launcher covers for its own children, to gather there what they need."""
 STAGE_TIMEOUT_S = 10.0
 FIRST_KERNEL_WITH_OWN_PID_COUNT = (5, 14)
 """From here on a process limit counts per user namespace, not per user of the whole machine."""
@@ -38,11 +40,13 @@ class NamespaceBackend(LaunchedBackend):
     ) -> None:
         super().__init__(limits=limits, folder=folder, run_id=run_id, uids=uids)
         self._bwrap = bubblewrap.find_bwrap()
+        self._filter = build_filter()
         self._fixed: list[str] = []
         self._scratch = folder
 
     async def open(self) -> None:
         """Write the shared files, then prove isolation in one real sandbox."""
+        self._open_groups()
         is_counted = self._uids.drops or kernel_version() >= FIRST_KERNEL_WITH_OWN_PID_COUNT
         if not is_counted:
             self.warnings += (
@@ -66,9 +70,10 @@ class NamespaceBackend(LaunchedBackend):
         prefix = bubblewrap.interpreter_prefix()
         bwrap, scratch = str(self._bwrap), self._folder
         if self._uids.drops:
-            sources = [(str(self._folder), "scratch"), (prefix, "prefix")]
-            sources += bubblewrap.bwrap_folders(self._bwrap)
-            error = await self._link.stage(sources, STAGE_TIMEOUT_S)
+            named = [(str(self._folder), "scratch"), (prefix, "prefix")]
+            named += bubblewrap.bwrap_folders(self._bwrap)
+            sources = [(path, f"{STAGE}/{name}") for path, name in named]
+            error = await self._link.stage(sources, [STAGE], STAGE_TIMEOUT_S)
             if error:
                 raise SandboxError(f"sandbox: root cannot prepare a mount namespace: {error}")
             bwrap = bubblewrap.staged_bwrap(self._bwrap, STAGE)
@@ -82,13 +87,17 @@ class NamespaceBackend(LaunchedBackend):
             is_root_outside=os.geteuid() == 0 and not self._uids.drops,
         )
 
-    def _placement(self, template: RepositoryTemplate, uid: int | None) -> Placement:
+    def _placement(
+        self, template: RepositoryTemplate, uid: int | None, group: Group | None
+    ) -> Placement:
         return Placement(
             argv=bubblewrap.arguments(self._fixed, str(self._scratch / template.path.name)),
             env={RUN_MARK: self._run_id},
             cwd="/",
             uid=uid,
-            is_isolated=True,
+            has_namespaces=True,
+            group=group,
+            filter=self._filter,
             repo=bubblewrap.REPO,
             base=bubblewrap.BASE,
             home=bubblewrap.HOME,

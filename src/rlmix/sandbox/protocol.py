@@ -28,7 +28,7 @@ class SandboxLimits:
     """Bounds of one sandbox."""
 
     memory_mib: int
-    """Address space of each process."""
+    """Of all processes together where a control group counts it, else address space of each."""
     pids: int
     """Processes and threads at once."""
     disk_mib: int
@@ -37,6 +37,10 @@ class SandboxLimits:
     """Characters of a command's output that are kept, half from its start, half from its end."""
     command_timeout_s: float
     """Default limit of a command; its CPU time is bounded by twice that."""
+    cpus: float | None = None
+    """Cores of the whole sandbox, where a control group can say so; None: all there are."""
+    lease_s: float | None = None
+    """A sandbox older than this is killed by its launcher, whatever its owner does; None: never."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

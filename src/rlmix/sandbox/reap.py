@@ -1,16 +1,22 @@
 """Removes what a run's sandboxes left behind when their worker had no chance to.
 
 Processes are found by an environment variable that launchers and bubblewrap carry; killing those
-ends everything inside them, because sandboxes die with their parent.
+ends everything inside them, because sandboxes die with their parent. Where control groups are in
+use, each worker's folder lists them, and whoever is still in one is killed too.
 """
 
 import contextlib
 import os
 import shutil
 import signal
+import stat
+from collections.abc import Iterable
 from pathlib import Path
 
+from rlmix.sandbox.cgroups import remove_groups
 from rlmix.sandbox.link import RUN_MARK
+
+GROUP_LIST = "groups"
 
 
 def marked_processes(name: str, value: str) -> list[int]:
@@ -41,5 +47,30 @@ def reap(run_id: str, scratch_dir: Path) -> int:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
-    shutil.rmtree(run_folder(scratch_dir, run_id), ignore_errors=True)
-    return len(pids)
+    num_in_groups = 0
+    folder = run_folder(scratch_dir, run_id)
+    for listed in folder.glob(f"*/{GROUP_LIST}"):
+        for line in listed.read_text().splitlines():
+            num_in_groups += remove_groups(Path(line))
+    remove_tree(folder)
+    return len(pids) + num_in_groups
+
+
+def write_group_list(folder: Path, groups: Iterable[Path]) -> None:
+    """Note the control groups of a worker beside its files, for whoever finds only those."""
+    (folder / GROUP_LIST).write_text("".join(f"{path}\n" for path in dict.fromkeys(groups)))
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder, also one whose owner took away the rights to its folders.
+
+    Nothing may live that could still change it.
+    """
+    for folder, names, _ in os.walk(path):
+        for name in names:
+            inner = os.path.join(folder, name)
+            mode = os.lstat(inner).st_mode
+            if stat.S_ISDIR(mode) and mode & 0o700 != 0o700:
+                with contextlib.suppress(OSError):
+                    os.chmod(inner, 0o700)
+    shutil.rmtree(path, ignore_errors=True)

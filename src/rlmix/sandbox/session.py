@@ -23,6 +23,7 @@ from rlmix.core.errors import SandboxError
 from rlmix.sandbox.forked import run_forked
 from rlmix.sandbox.link import LauncherLink
 from rlmix.sandbox.output import OutputRing
+from rlmix.sandbox.placement import Placement, machine_oom_kills
 from rlmix.sandbox.protocol import (
     EXIT_KILLED,
     EXIT_NOT_RUN,
@@ -45,25 +46,6 @@ CAPTURE_TIMEOUT_S = 60.0
 DESTROY_TIMEOUT_S = 5.0
 _READ_BYTES = 1 << 16
 _LOST = "the command ended its sandbox; a new one starts from the original files"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """How one sandbox is started."""
-
-    argv: list[str]
-    env: dict[str, str]
-    """Environment of the starting program; the sandbox sets its own."""
-    cwd: str
-    uid: int | None
-    """User id outside; None keeps the worker's."""
-    is_isolated: bool
-    repo: str
-    """The repository as seen inside."""
-    base: str
-    """The template as seen inside."""
-    home: str
-    base_commit: str
 
 
 @dataclass(kw_only=True, slots=True)
@@ -104,7 +86,7 @@ class ShellSandbox:
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int | None] = self._loop.create_future()
         self._ready: asyncio.Future[None] = self._loop.create_future()
-        self._oom_kills = oom_kills()
+        self._oom_kills = self._count_oom_kills()
         self.pid = 0
         """First process, in the worker's own process numbering."""
 
@@ -119,11 +101,9 @@ class ShellSandbox:
         self._control = ours
         self._output_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._output_fd, False)
-        place = self._place
-        request = {"op": "spawn", "argv": place.argv, "env": place.env, "cwd": place.cwd}
         try:
             self._child = await self._link.spawn(
-                {**request, "uid": place.uid}, [theirs.fileno(), write_fd], self._on_exit
+                self._place.start_request(self._limits), [theirs.fileno(), write_fd], self._on_exit
             )
         finally:
             theirs.close()
@@ -347,13 +327,16 @@ class ShellSandbox:
             output = _with_note(output, f"stopped after {limit_s:g} s; use & for long work")
         elif call.flooded:
             output = _with_note(output, f"stopped after {MAX_STREAM_BYTES >> 20} MiB of output")
-        was_killed = status == EXIT_KILLED and not call.flooded
+        oom = status == EXIT_KILLED and not call.flooded and self._ran_out_of_memory()
+        if oom:
+            note = f"killed: out of memory, the limit is {self._limits.memory_mib} MiB"
+            output = _with_note(output, note)
         return CommandResult(
             exit_code=status,
             output=output,
             truncated=truncated or call.flooded,
             timed_out=call.timed_out,
-            oom=was_killed and oom_kills() > self._oom_kills,
+            oom=oom,
             duration_s=time.monotonic() - started_s,
             submitted=signalled and status == 0 and ends_with_submit(command),
             sandbox_lost=answer is None,
@@ -388,56 +371,23 @@ class ShellSandbox:
         if self._ended.done():
             self._check_infrastructure()
         self._num_commands += 1
-        place = self._place
-        data = {**data, "repo": place.repo, "base": place.base, "home": place.home}
         return await run_forked(
             self._link,
-            self._python_request(timeout_s),
+            self._place.python_request(self._limits, pid=self.pid, timeout_s=timeout_s),
             payload=marshal.dumps((marshal.dumps(code), data)),
             timeout_s=timeout_s,
             output_chars=self._limits.output_chars,
             kill_sandbox=self.kill,
         )
 
-    def _python_request(self, timeout_s: float) -> dict[str, object]:
-        place, limits = self._place, self._limits
-        env = {
-            "PATH": "/usr/local/bin:/usr/bin:/bin",
-            "HOME": place.home,
-            "TMPDIR": place.home,
-            "LANG": "C.UTF-8",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        bounds = {
-            "RLIMIT_AS": limits.memory_mib << 20,
-            "RLIMIT_FSIZE": limits.disk_mib << 20,
-            "RLIMIT_CPU": max(1, round(2 * timeout_s)),
-            "RLIMIT_CORE": 0,
-            "RLIMIT_NOFILE": 512,
-        }
-        if place.is_isolated:
-            bounds["RLIMIT_NPROC"] = limits.pids
-        else:
-            env |= place.env
-        return {
-            "op": "python",
-            "pid": self.pid if place.is_isolated else None,
-            "uid": place.uid,
-            "env": env,
-            "cwd": place.repo,
-            "limits": bounds,
-        }
+    def _count_oom_kills(self) -> int:
+        group = self._place.group
+        return machine_oom_kills() if group is None else group.oom_kills()
 
-
-def oom_kills() -> int:
-    """How often the kernel's out-of-memory killer has run since boot; 0 when not told."""
-    try:
-        with open("/proc/vmstat", "rb") as file:
-            data = file.read()
-    except OSError:
-        return 0
-    at = data.find(b"oom_kill ")
-    return int(data[at + 9 : data.index(b"\n", at)]) if at >= 0 else 0
+    def _ran_out_of_memory(self) -> bool:
+        """True when the kernel killed for memory since the last time this was asked."""
+        before, self._oom_kills = self._oom_kills, self._count_oom_kills()
+        return self._oom_kills > before
 
 
 def _command_bytes(command: str) -> bytes | str:

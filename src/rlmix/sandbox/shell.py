@@ -24,10 +24,16 @@ def write_static(
     inside: str,
     interpreter: str,
     limits: SandboxLimits,
-    is_isolated: bool,
+    stop: str,
     has_pids_limit: bool,
+    has_memory_group: bool,
 ) -> None:
-    """Write the shared files to `folder`, which the sandbox sees as `inside`."""
+    """Write the shared files to `folder`, which the sandbox sees as `inside`.
+
+    Args:
+        stop: how the first process ends the others; see loop.sh.
+        has_memory_group: memory is counted elsewhere, so address space is not bounded.
+    """
     (folder / "bin").mkdir(parents=True)
     _write_etc(folder / "etc")
     (folder / "bin/submit").write_text(SUBMIT)
@@ -35,8 +41,8 @@ def write_static(
         (folder / "bin" / name).symlink_to(interpreter)
     settings = {
         "static": inside,
-        "isolated": "1" if is_isolated else "",
-        "memory_kib": str(limits.memory_mib * 1024),
+        "stop_by": stop,
+        "memory_kib": "" if has_memory_group else str(limits.memory_mib * 1024),
         "file_kib": str(limits.disk_mib * 1024),
         "pids": str(limits.pids) if has_pids_limit else "",
         "cpu_s": str(max(1, round(limits.command_timeout_s * CPU_PER_WALL))),

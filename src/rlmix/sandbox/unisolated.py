@@ -12,12 +12,13 @@ import shutil
 import signal
 from pathlib import Path
 
+from rlmix.sandbox.cgroups import Group
 from rlmix.sandbox.launched import LaunchedBackend
 from rlmix.sandbox.link import RUN_MARK
+from rlmix.sandbox.placement import Placement
 from rlmix.sandbox.protocol import SandboxLimits
 from rlmix.sandbox.reap import marked_processes
 from rlmix.sandbox.repository import RepositoryTemplate
-from rlmix.sandbox.session import Placement
 
 BOX_MARK = "RLMIX_SANDBOX_BOX"
 """Environment variable by which the processes of one sandbox are found."""
@@ -28,18 +29,22 @@ class UnisolatedBackend(LaunchedBackend):
 
     name = "unisolated"
     is_isolated = False
+    _stop = "group"
 
     def __init__(self, *, limits: SandboxLimits, folder: Path, run_id: str) -> None:
         super().__init__(limits=limits, folder=folder, run_id=run_id, uids=None)
         self.warnings = (
             "commands are NOT isolated: they can read, write and connect like this user",
-            "sandbox.pids and sandbox.disk_mib as a total have no effect without isolation",
+            "sandbox.disk_mib as a total has no effect without isolation",
         )
 
     async def open(self) -> None:
+        self._open_groups()
         self._write_static(inside=str(self._folder / "static"), has_pids_limit=False)
 
-    def _placement(self, template: RepositoryTemplate, uid: int | None) -> Placement:
+    def _placement(
+        self, template: RepositoryTemplate, uid: int | None, group: Group | None
+    ) -> Placement:
         box = self._folder / f"box_{secrets.token_hex(6)}"
         for name in ("repo", "scratch", "home"):
             (box / name).mkdir(parents=True)
@@ -54,7 +59,8 @@ class UnisolatedBackend(LaunchedBackend):
             env={RUN_MARK: self._run_id, BOX_MARK: box.name},
             cwd="/",
             uid=None,
-            is_isolated=False,
+            has_namespaces=False,
+            group=group,
             repo=str(box / "repo"),
             base=str(template.path),
             home=str(box / "home"),

@@ -109,21 +109,16 @@ GOOD = {"submitted": True, "timed_out": True, "good": "pass", "bad": "fail", "le
 
 def test_an_ordinary_user_gets_the_same_sandbox(tmp_path: Path) -> None:
     found = run_scenario(tmp_path, wrap="setpriv --reuid=65534 --regid=65534 --clear-groups")
-    assert found == {
-        **GOOD,
-        "euid": 65534,
-        "name": "namespaces",
-        "warnings": [],
-        "output": "1000\n",
-    }
+    # Root's groups are not this user's to write; a delegated version 2 would be.
+    assert all("no control group" in warning for warning in found.pop("warnings"))  # type: ignore[attr-defined]
+    assert found == {**GOOD, "euid": 65534, "name": "namespaces", "output": "1000\n"}
 
 
 def test_root_without_other_ids_keeps_its_own_and_says_so(tmp_path: Path) -> None:
     found = run_scenario(tmp_path, wrap="unshare --user --map-root-user")
     assert {key: found[key] for key in GOOD} == GOOD
     assert found["euid"] == 0
-    (warning,) = found["warnings"]  # type: ignore[misc]
-    assert "root's id outside" in warning
+    assert any("root's id outside" in warning for warning in found["warnings"])  # type: ignore[attr-defined]
 
 
 FORBID = (
