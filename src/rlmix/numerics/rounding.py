@@ -1,7 +1,8 @@
 """Rounding float32 to the small formats, and their bytes. All exact, all ties to even.
 
 Rounding adds a number so large that float32's own step there is the format's step, and takes it
-away again. Bytes are made and read through float16: E4M3 and E2M1 are float16 with a shorter
+away again; it is a power of two times a constant, so torch's `alpha` makes it without rounding.
+Bytes are made and read through float16: E4M3 and E2M1 are float16 with a shorter
 mantissa and another bias, so a power of two and a shift lead from one to the other.
 """
 
@@ -19,7 +20,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _EXPONENT = torch.tensor(0x7F800000, dtype=torch.int32)
 _MANTISSA = torch.tensor(0x007FFFFF, dtype=torch.int32)
 """Tensors, because torch converts a Python number at each use, which costs microseconds."""
-_SIGN16, _CODE16, _CODE_SIGN16 = (torch.tensor(bits, dtype=torch.int16) for bits in (-0x8000, 7, 8))
+_CODE16, _CODE_SIGN16 = (torch.tensor(bits, dtype=torch.int16) for bits in (7, 8))
 _E4M3_MIN_NORMAL, _E4M3_ANCHOR = 2.0**-6, 1.5 * 2.0**20
 """Below the smallest normal number the step stays. For x in [2^e, 2^(e+1)) E4M3's step is 2^(e-3),
 float32's near 1.5 * 2^(e+20) is the same."""
@@ -36,14 +37,26 @@ def nearest_e4m3(values: Tensor) -> Tensor:
     Returns:
         float32 of the same shape; a negative value that rounds to zero gives +0.
     """
-    anchors = _powers(values).clamp_(min=_E4M3_MIN_NORMAL).mul_(_E4M3_ANCHOR)
-    return (values + anchors).sub_(anchors)
+    powers = _powers(values).clamp_(min=_E4M3_MIN_NORMAL)
+    return values.add(powers, alpha=_E4M3_ANCHOR).sub_(powers, alpha=_E4M3_ANCHOR)
+
+
+def nearest_e2m1(values: Tensor, *, out: Tensor, scratch: Tensor) -> Tensor:
+    """The same for E2M1; magnitudes below 7, of which those above 5 become 6.
+
+    Args:
+        out, scratch: float32 tensors of the shape of `values`, overwritten; `out` is returned and
+            may be `values` itself.
+    """
+    powers = torch.bitwise_and(values.view(torch.int32), _EXPONENT, out=scratch.view(torch.int32))
+    powers = powers.view(torch.float32).clamp_(min=_E2M1_MIN_NORMAL)
+    torch.add(values, powers, alpha=_E2M1_ANCHOR, out=out)
+    return out.sub_(powers, alpha=_E2M1_ANCHOR)
 
 
 def round_to_e2m1_(values: Tensor) -> Tensor:
-    """The same for E2M1, in place; magnitudes at most 6."""
-    anchors = _powers(values).clamp_(min=_E2M1_MIN_NORMAL).mul_(_E2M1_ANCHOR)
-    return values.add_(anchors).sub_(anchors)
+    """`nearest_e2m1` in place."""
+    return nearest_e2m1(values, out=values, scratch=torch.empty_like(values))
 
 
 def power_of_two_above(values: Tensor) -> Tensor:
@@ -85,8 +98,8 @@ def e2m1_codes_(values: Tensor) -> Tensor:
 
 
 def sign_bits(values: Tensor) -> Tensor:
-    """int16 of the same shape with nothing but the sign bits of float32 values."""
-    return values.half().view(torch.int16).bitwise_and_(_SIGN16)
+    """int16 of the same shape whose highest bits are the signs of float32 values."""
+    return values.half().view(torch.int16)
 
 
 def codes_of_e2m1_(numbers: Tensor, signs: Tensor) -> Tensor:
@@ -103,7 +116,7 @@ def codes_of_e2m1_(numbers: Tensor, signs: Tensor) -> Tensor:
 def pack_nibbles(codes: Tensor) -> Tensor:
     """uint8 [..., K / 2] from int16 codes [..., K], K even: the even element is the low nibble."""
     pairs = codes.view(torch.int32)
-    return (pairs | (pairs >> 12)).to(torch.uint8)
+    return (pairs >> 12).bitwise_or_(pairs).to(torch.uint8)
 
 
 def e2m1_from_nibbles(packed: Tensor) -> Tensor:

@@ -159,3 +159,44 @@ def test_the_error_stays_within_the_formats_bound_and_requantising_changes_nothi
     assert (error <= amax / 6 * (1 + 1 / 16)).all()
     again = nvfp4.quantize(values, amax=quantised.tensor_scale_f32 * 2688)
     torch.testing.assert_close(again.dequantize(), values, rtol=1e-6, atol=0)
+
+
+def four_over_six_reference(weight: np.ndarray, amax: float) -> tuple[np.ndarray, np.ndarray]:
+    """Decoded values and block scales, a block at a time; errors in float64."""
+    grid = np.array(nvfp4.MAGNITUDES, dtype=np.float32)
+    tensor_scale = np.float32(amax) / np.float32(6 * 256)
+    decoded, scales = np.zeros_like(weight), []
+    for index, block in enumerate(weight):
+        wanted = np.abs(block).max() / (np.float32(6) * tensor_scale)
+        best = None
+        for times in (1.0, 1.5):
+            clipped = min(max(np.float32(wanted * np.float32(times)), 2.0**-9), 448.0)
+            scale = torch.tensor(clipped).to(torch.float8_e4m3fn).float().numpy()
+            scaled = block / np.float32(scale * tensor_scale)
+            distance = np.abs(grid - np.minimum(np.abs(scaled), 6)[:, None])
+            codes = distance.shape[1] - 1 - distance[:, ::-1].argmin(axis=1)
+            is_tie = (distance == distance.min(axis=1, keepdims=True)).sum(axis=1) == 2
+            codes = np.where(is_tie & (codes % 2 == 1), codes - 1, codes)
+            numbers = np.sign(scaled) * grid[codes]
+            error = np.square(numbers.astype(float) - scaled).sum() * float(scale) ** 2
+            if best is None or error < best[0]:
+                best = error, numbers * scale * tensor_scale, scale
+        decoded[index], chosen = best[1], best[2]
+        scales.append(float(chosen))
+    return decoded, np.array(scales)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_four_over_six_is_the_block_by_block_reference(share):
+    # With a quarter of its amax the tensor saturates: values divide to more than 7.
+    weight = torch.randn(256, 16, generator=torch.Generator().manual_seed(6)).bfloat16().float()
+    weight *= torch.logspace(-4, 0, 256).unsqueeze(1)
+    weight[3] = 0.0
+    amax = (weight.abs().amax() * share).bfloat16().float()
+    made = nvfp4.quantize(weight, amax=amax, four_over_six=True)
+    decoded, scales = four_over_six_reference(weight.numpy(), amax.item())
+    scales[3] = 1.0  # the convention's scale of a block of zeros
+    np.testing.assert_array_equal(made.block_scale_e4m3.float().numpy().ravel(), scales)
+    np.testing.assert_allclose(made.dequantize().numpy(), decoded, rtol=1e-6, atol=0)
+    largest = made.block_scale_e4m3.float().max()
+    assert largest == 448 if share < 1 else largest <= 384

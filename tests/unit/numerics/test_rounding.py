@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlmix.numerics import rounding
+from rlmix.numerics import checks, rounding
 
 
 def test_every_e4m3_byte_decodes_as_torch_decodes_it():
@@ -64,3 +64,16 @@ def test_a_weight_with_power_of_two_scales_is_requantised_from_bf16_once():
     assert torch.equal(once.dequantize(), twice.dequantize())
     # Values that 128x128 float32 scales hold lie between those that powers of two hold.
     assert not torch.equal(once.dequantize(), fp8.quantize_blocks(weight).dequantize())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_largest_magnitude_of_each_block_is_its_own(dtype):
+    values = torch.randn(33, 16, generator=torch.Generator().manual_seed(8)).to(dtype)
+    values[2] = 0.0
+    values[3, 15], values[4, 0] = -9.0, 9.0  # at the edges, where a neighbour might see them
+    found = checks.amax_of_blocks(values, 16)
+    assert found.dtype == dtype
+    assert torch.equal(found, values.abs().amax(1))
+    values[5, 7], values[6, 0] = float("nan"), -float("inf")
+    found = checks.amax_of_blocks(values, 16)
+    assert found.isfinite().tolist() == [row not in (5, 6) for row in range(33)]
