@@ -18,6 +18,8 @@ class NumericsKey:
     moe: str = "grouped"
     gemm: str = "native"
     tp: int = 1
+    consistency: str = "native"
+    """`exact`: operators with one order of additions, whatever the kernels above are called."""
     engine: str = "embedded"
     engine_version: str = ""
     is_emulated: bool = True
@@ -30,6 +32,8 @@ class NumericsKey:
             f"/attn={self.attention}/lin={self.linear_attention}/state={self.state_dtype}"
             f"/moe={self.moe}/gemm={self.gemm}/tp={self.tp}/{self.engine}-{self.engine_version}"
         )
+        if self.consistency != "native":
+            head = f"{head}/{self.consistency}"
         return f"{head}/{'emulated' if self.is_emulated else 'real'}"
 
     def to_dict(self) -> dict[str, object]:

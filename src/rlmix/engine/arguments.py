@@ -24,6 +24,14 @@ def server_parser(*, prog: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--kv", required=True, help="key/value format: bf16 or fp8")
     parser.add_argument("--attention", required=True, help="attention backend that is reproduced")
     parser.add_argument("--moe", default="grouped", help="MoE runner, for the numerics key")
+    parser.add_argument(
+        "--consistency",
+        choices=("native", "exact"),
+        default="native",
+        help="exact: the operators of the trainer, with its bits",
+    )
+    parser.add_argument("--tp-size", type=int, default=1, help="processes that split heads")
+    parser.add_argument("--ep-size", type=int, default=1, help="processes that split experts")
     parser.add_argument("--max-running-requests", type=int, required=True)
     parser.add_argument("--context-length", type=int, help="default: the model's")
     parser.add_argument("--max-total-tokens", type=int, help="KV budget; default: all slots full")
@@ -51,6 +59,8 @@ def numerics_of(arguments: argparse.Namespace, *, engine: str) -> NumericsKey:
         kv=arguments.kv,
         attention=arguments.attention,
         moe=arguments.moe,
+        tp=arguments.tp_size,
+        consistency=arguments.consistency,
         engine=engine,
         engine_version=rlmix.__version__,
         is_emulated=True,

@@ -9,7 +9,7 @@ otherwise contain it.
 # B rows, T padded length, P policy tokens, H hidden size, V vocabulary, K kept-set slots
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -220,24 +220,18 @@ class Policy:
             found.append(full_logprobs(logits_PV, ids_BT[row, 1:length]))
         return found
 
-    @contextmanager
-    def computed_otherwise(self, *, num_tokens: int) -> Iterator[None]:
+    def computed_otherwise(self, *, num_tokens: int) -> AbstractContextManager[None]:
         """For a while the plain attention for the fused one, or the other way round: the same
         function with sums in another order.
 
         Nothing changes for any further implementation (it was asked for by name), nor where the
         plain one would need memory for a long session's square.
         """
-        model: Any = self.model
-        used = model.config._attn_implementation
+        used = self.model.config._attn_implementation
         other = {SHORT_ATTENTION: LONG_ATTENTION, LONG_ATTENTION: SHORT_ATTENTION}.get(used, used)
         if other == SHORT_ATTENTION and num_tokens > SHORT_CONTEXT_TOKENS:
             other = used
-        model.set_attn_implementation(other)
-        try:
-            yield
-        finally:
-            model.set_attn_implementation(used)
+        return _with_attention(self.model, other)
 
     def state(self) -> dict[str, Tensor]:
         """A BF16 copy of all tensors under the names of a Hugging Face checkpoint.
@@ -267,6 +261,16 @@ class Policy:
                 f"trainer: the head of {type(self.model).__name__} is not a plain matrix (logits "
                 f"differ by {gap:.3g}, allowed {allowed:.3g}); this model class is not supported"
             )
+
+
+@contextmanager
+def _with_attention(model: Any, implementation: str) -> Iterator[None]:
+    used = model.config._attn_implementation
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(used)
 
 
 def _recorded_head(logits_PV: Tensor, batch: MicroBatch) -> Support | None:

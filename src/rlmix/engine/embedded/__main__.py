@@ -14,10 +14,15 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlmix.core.errors import ConfigError, ExitCode, RlmixError
 from rlmix.engine.arguments import die_with_parent, numerics_of, server_parser
 from rlmix.engine.embedded.profile import Profile
+
+if TYPE_CHECKING:
+    from rlmix.engine.embedded.scheduler import Scheduler
+    from rlmix.numerics.consistent.shard import Layout
 
 PROG = "rlmix.engine.embedded"
 
@@ -57,6 +62,11 @@ def _check(arguments: argparse.Namespace) -> Profile:
         raise ConfigError(f"--max-running-requests {arguments.max_running_requests}; at least 1")
     if not str(arguments.weight_version).isdecimal():
         raise ConfigError(f"--weight-version {arguments.weight_version}; give a decimal number")
+    if arguments.consistency == "native" and (arguments.tp_size, arguments.ep_size) != (1, 1):
+        raise ConfigError(
+            f"--tp-size {arguments.tp_size} --ep-size {arguments.ep_size}: several processes share "
+            "a model in exact mode only; leave them out or use --consistency exact"
+        )
     return Profile(
         accelerator=arguments.accelerator,
         weights=arguments.weights,
@@ -64,6 +74,7 @@ def _check(arguments: argparse.Namespace) -> Profile:
         kv=arguments.kv,
         attention=arguments.attention,
         moe=arguments.moe,
+        consistency=arguments.consistency,
     )
 
 
@@ -97,6 +108,8 @@ async def _serve(arguments: argparse.Namespace, profile: Profile, *, started_s: 
         max_total_tokens=arguments.max_total_tokens or default_total,
         mask_cap=arguments.sampling_mask_max_tokens,
         records_routes=arguments.enable_return_routed_experts,
+        layout=_layout(arguments),
+        niceness=NICENESS,
     )
     server = EmbeddedServer(
         scheduler,
@@ -132,7 +145,32 @@ async def _serve(arguments: argparse.Namespace, profile: Profile, *, started_s: 
         gc.freeze()
         yield_cores()
 
-    await server.run(host=arguments.host, port=arguments.port, stop=stop, on_ready=on_ready)
+    watching = asyncio.create_task(_watch_ranks(scheduler, stop))
+    try:
+        await server.run(host=arguments.host, port=arguments.port, stop=stop, on_ready=on_ready)
+    finally:
+        watching.cancel()
+        scheduler.close()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
+
+
+def _layout(arguments: argparse.Namespace) -> "Layout":
+    from rlmix.numerics.consistent.shard import Layout
+
+    try:
+        return Layout(tensor=arguments.tp_size, experts=arguments.ep_size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+async def _watch_ranks(scheduler: "Scheduler", stop: asyncio.Event) -> None:
+    """Stop serving when a process that shares the model ends; raises which one."""
+    if scheduler.exact is not None:
+        try:
+            await scheduler.exact.model.watch()
+        finally:
+            stop.set()
 
 
 def yield_cores() -> None:

@@ -21,7 +21,7 @@ from rlmix.engine.embedded.kv import KvCache
 from rlmix.engine.embedded.profile import Profile
 from rlmix.engine.embedded.routes import RouteCache
 from rlmix.engine.embedded.shape import ModelShape
-from rlmix.engine.embedded.weights import LayerWeights, ModelWeights
+from rlmix.engine.embedded.weights import LayerWeights, ModelWeights, NativeWeights
 from rlmix.numerics import fp8, nvfp4
 from rlmix.numerics.fp8 import fake_quantize_kv
 
@@ -82,7 +82,8 @@ class Forward:
     @torch.inference_mode()
     def logits(self, weights: ModelWeights, step: Step) -> Tensor:
         """Next-token logits, float32 [B + chunks that need logits, V], in this order."""
-        rows = _Rows(step, self._cache)
+        assert isinstance(weights, NativeWeights), "the profile decides how weights are loaded"
+        rows = Rows(step, self._cache)
         spans = self._spans(step)
         is_decode = step.num_decoding > 0
         hidden_TH = weights.embedding.index_select(0, rows.token_ids_T)
@@ -245,7 +246,7 @@ def _norm(values: Tensor, weight: Tensor, floor: Tensor) -> Tensor:
     return (values / torch.hypot(length, floor)).mul_(weight)
 
 
-class _Rows:
+class Rows:
     """Index tensors of a step, padded to MIN_ROWS."""
 
     def __init__(self, step: Step, cache: KvCache) -> None:

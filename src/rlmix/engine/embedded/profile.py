@@ -23,6 +23,9 @@ cast to E4M3, unscaled."""
 QUERY_BF16_BACKENDS = ("flashinfer", "triton", "torch_native")
 """These dequantise keys and values and multiply in BF16."""
 
+EXACT_FORMATS = (("bf16", "bf16", "bf16"), ("bf16", "fp32", "fp32"))
+"""Weights, activations and KV of exact mode."""
+
 _BLOCK, _GROUP = 16, 128
 """Channels that share an NVFP4 scale, and an FP8 scale."""
 
@@ -73,6 +76,9 @@ class Profile:
     attention: str
     moe: str = "grouped"
     """Runner of the experts; only `deep_gemm` changes numbers, see `expert_fp8_scales`."""
+    consistency: str = "native"
+    """`exact`: the consistent operators compute everything, as the trainer does; what this chip's
+    kernels would do otherwise (their orders and tiles) is not reproduced."""
 
     def __post_init__(self) -> None:
         backends = QUERY_FP8_BACKENDS + QUERY_BF16_BACKENDS
@@ -81,6 +87,7 @@ class Profile:
             "activations": ACTIVATIONS,
             "kv": KV_FORMATS,
             "attention": backends,
+            "consistency": ("native", "exact"),
         }
         for name, values in allowed.items():
             value = getattr(self, name)
@@ -94,6 +101,18 @@ class Profile:
                 f"kernels multiply {self.activations} with {self.activations} only: use "
                 f"weights={self.activations} or activations=bf16"
             )
+        formats = (self.weights, self.activations, self.kv)
+        if self.is_exact and formats not in EXACT_FORMATS:
+            raise ConfigError(
+                f"embedded engine: consistency=exact with weights={self.weights} "
+                f"activations={self.activations} kv={self.kv}; exact operators remove differences "
+                "of order, not of format: use bf16 for all three (or fp32 for activations and kv), "
+                "or consistency=native"
+            )
+
+    @property
+    def is_exact(self) -> bool:
+        return self.consistency == "exact"
 
     @property
     def kernels(self) -> Kernels:

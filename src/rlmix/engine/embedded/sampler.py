@@ -7,6 +7,7 @@ shares the batch with it changes nothing.
 # R sampled rows, V vocabulary
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,13 +15,16 @@ from torch import Tensor
 
 from rlmix.engine.embedded.requests import Request
 from rlmix.engine.sampling import KeptSets, sample, sample_truncated
+from rlmix.numerics.consistent.head import kept_normaliser, scores_of_logits
 
 
 class Sampler:
     """Samples one token for each of a batch of requests."""
 
-    def __init__(self, *, mask_cap: int) -> None:
+    def __init__(self, *, mask_cap: int, is_exact: bool = False) -> None:
+        """`is_exact`: reported logprobs are made as the trainer makes them, in float32 tiles."""
         self._mask_cap = mask_cap
+        self._is_exact = is_exact
         self._limits: _Limits | None = None
 
     @torch.inference_mode()
@@ -32,7 +36,10 @@ class Sampler:
         tempered_RV = logits_RV
         if limits.temperatures is not None:
             tempered_RV = logits_RV / limits.temperatures
-        logprobs = torch.log_softmax(tempered_RV, dim=-1)
+        if self._is_exact:
+            logprobs = exact_logprobs(tempered_RV)
+        else:
+            logprobs = torch.log_softmax(tempered_RV, dim=-1)
         logprobs_RV, scores_RV = logprobs.numpy(), logits_RV.numpy()
         uniforms = np.array([r.uniforms.at(len(r.output_ids)) for r in requests])
         # A NaN or Inf anywhere in a row makes the whole row NaN; such a request cannot go on.
@@ -55,6 +62,8 @@ class Sampler:
                 top_ks_B=limits.top_ks,
                 uniforms_B=uniforms[limits.cut],
             )
+            if self._is_exact and any(r.mask_mode is not None for r in limits.cut_requests):
+                sets = exact_sets(sets, _rows(tempered_RV.numpy(), limits.cut), ids[limits.cut])
             self._record_sets(limits.cut_requests, sets)
         if limits.num_top:
             _record_heads(requests, logprobs, limits.num_top)
@@ -79,6 +88,42 @@ class Sampler:
                 continue
             request.kept_sets.append((sets.ids_M[start:end], sets.logprobs_M[start:end]))
             request.sampling_logprobs.append(sets.sampled_logprobs_B[index])
+
+
+def exact_logprobs(tempered_RV: Tensor) -> Tensor:
+    """Log-softmax with the bits of the trainer's `vocab_scores`.
+
+    Args:
+        tempered_RV: float32, logits over temperature.
+    """
+    nothing_R0 = torch.empty((len(tempered_RV), 0), dtype=torch.int64)
+    normaliser_R = scores_of_logits(tempered_RV, nothing_R0, temperature=1.0).normaliser_P
+    return tempered_RV - normaliser_R[:, None]
+
+
+def exact_sets(sets: KeptSets, tempered_RV: np.ndarray, ids_R: np.ndarray) -> KeptSets:
+    """The same kept sets with logprobs that have the bits of the trainer's replay.
+
+    Args:
+        tempered_RV: float32, logits over temperature of the rows that the sets belong to.
+        ids_R: the drawn ids.
+    """
+    counts_R = np.diff(sets.offsets)
+    rows_M = np.repeat(np.arange(len(counts_R)), counts_R)
+    slots_M = np.arange(len(rows_M)) - sets.offsets[:-1][rows_M]
+    scores_M = tempered_RV[rows_M, sets.ids_M]
+    scores_RK = np.zeros((len(counts_R), int(counts_R.max())), dtype=np.float32)
+    scores_RK[rows_M, slots_M] = scores_M
+    is_kept_RK = np.arange(scores_RK.shape[1]) < counts_R[:, None]
+    normaliser_R = kept_normaliser(
+        torch.from_numpy(scores_RK), torch.from_numpy(is_kept_RK)
+    ).numpy()
+    drawn_R = tempered_RV[np.arange(len(ids_R)), ids_R]
+    return replace(
+        sets,
+        logprobs_M=scores_M - normaliser_R[rows_M],
+        sampled_logprobs_B=drawn_R - normaliser_R,
+    )
 
 
 class _Limits:

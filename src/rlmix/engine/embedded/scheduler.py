@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from rlmix.engine.embedded.attention import Chunk
+from rlmix.engine.embedded.exact import ONE_PROCESS, ExactForward
 from rlmix.engine.embedded.forward import Forward, Step
 from rlmix.engine.embedded.kv import KvCache
 from rlmix.engine.embedded.prefix import PrefixCache
@@ -22,6 +23,7 @@ from rlmix.engine.embedded.sampler import Sampler
 from rlmix.engine.embedded.shape import ModelShape
 from rlmix.engine.embedded.stats import EngineStats
 from rlmix.engine.embedded.weights import ModelWeights
+from rlmix.numerics.consistent.shard import Layout
 
 PREFILL_TOKENS = 512
 """Prompt tokens in one step at most, so that a long prompt does not stop the decoding requests."""
@@ -48,14 +50,36 @@ class Scheduler:
         max_total_tokens: int,
         mask_cap: int,
         records_routes: bool = False,
+        layout: Layout = ONE_PROCESS,
+        niceness: int = 0,
     ) -> None:
-        """`records_routes`: remember the experts of every position, for requests that ask."""
+        """
+        Args:
+            records_routes: remember the experts of every position, for requests that ask.
+            layout: processes that share an exact model.
+            niceness: added to the priority number of those processes.
+        """
         self.shape = shape
         self.weights = weights
         self.version = version
         self.max_running = max_running
         self.max_total_tokens = max_total_tokens
-        self.cache = KvCache(shape, num_slots=max_running, context_length=context_length)
+        self.exact: ExactForward | None = None
+        """Owns the processes of an exact model."""
+        self.cache: KvCache
+        if profile.is_exact:
+            self.exact = ExactForward(
+                shape,
+                profile,
+                weights,
+                num_slots=max_running,
+                context_length=context_length,
+                layout=layout,
+                niceness=niceness,
+            )
+            self.cache = self.exact.cache
+        else:
+            self.cache = KvCache(shape, num_slots=max_running, context_length=context_length)
         dtype = torch.float32 if profile.kv == "fp32" else torch.bfloat16
         self._routes: RouteCache | None = None
         if records_routes:
@@ -65,12 +89,22 @@ class Scheduler:
         self.is_paused = False
         self.is_holding = False
         """True while an update waits for the running requests: nobody new is admitted."""
-        self._forward = Forward(shape, profile, self.cache, routes=self._routes)
-        self._sampler = Sampler(mask_cap=mask_cap)
+        self._forward: Forward | ExactForward
+        if self.exact is not None:
+            self.exact.routes = self._routes
+            self._forward = self.exact
+        else:
+            self._forward = Forward(shape, profile, self.cache, routes=self._routes)
+        self._sampler = Sampler(mask_cap=mask_cap, is_exact=profile.is_exact)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._num_decoding = 0
         self._committed_tokens = 0
+
+    def close(self) -> None:
+        """End the processes that share the model."""
+        if self.exact is not None:
+            self.exact.model.close()
 
     @property
     def has_work(self) -> bool:

@@ -5,17 +5,21 @@ another format raises, and the old weights go on serving.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
 from rlmix.core.errors import ConfigError, DataError, WeightSyncError
+from rlmix.engine.embedded.exact_weights import exact_tensors
 from rlmix.engine.embedded.profile import Profile
 from rlmix.engine.embedded.shape import ModelShape, read_shape
 from rlmix.numerics import fp8, views
+from rlmix.numerics.consistent.model import ModelTensors
 from rlmix.numerics.view_config import spec_of_config
 from rlmix.numerics.view_spec import ViewSpec
 
@@ -51,17 +55,33 @@ class LayerWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelWeights:
-    """A model ready to serve."""
+    """A model ready to serve, and the checkpoint that it was made of."""
+
+    checksum: str
+    """xxh3-128 of the tensors as they were on disk; equal for equal checkpoints."""
+    num_bytes: int
+    """Of the checkpoint."""
+    spec: ViewSpec
+    raw: Mapping[str, Tensor]
+    """The tensors as they were on disk, by name: what a push replaces some of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NativeWeights(ModelWeights):
+    """In the layout of `Forward`."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     head: Tensor
     """[H, V]."""
-    checksum: str
-    """xxh3-128 of the tensors as they were on disk; equal for equal checkpoints."""
-    num_bytes: int
-    """Of the checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExactWeights(ModelWeights):
+    """In that of `ExactForward`."""
+
+    tensors: ModelTensors
 
 
 def read_config(folder: Path) -> dict[str, object]:
@@ -95,13 +115,54 @@ def load_weights(folder: Path, *, shape: ModelShape, profile: Profile) -> ModelW
         if read_shape(config) != shape:
             raise WeightSyncError(f"weights: {folder} is a model of another shape")
         raw = _read_tensors(folder)
-        state = views.decode_view(raw, spec)
-        state = dict(views.split_experts(state))
-        if spec.convention == "blocks":
-            _requantise(state, spec, profile)
-        return _assemble(state, raw, spec=spec, shape=shape, profile=profile)
+        return _build(raw, spec=spec, shape=shape, profile=profile)
     except (DataError, ConfigError, KeyError) as error:
         raise WeightSyncError(f"weights: {folder}: {error}") from error
+
+
+def replace_tensors(
+    weights: ModelWeights, pushed: Mapping[str, Tensor], *, shape: ModelShape, profile: Profile
+) -> ModelWeights:
+    """The weights with some tensors changed, which came by name in the view's own format. Float
+    tensors of another float type than the checkpoint's are cast to it, as SGLang does.
+
+    Raises:
+        WeightSyncError: a name that the checkpoint does not have, another shape, NaN or Inf.
+    """
+    raw = dict(weights.raw)
+    for name, tensor in pushed.items():
+        old = raw.get(name)
+        if old is None:
+            raise WeightSyncError(f"weights: tensor {name} was pushed; the model has none so named")
+        if old.shape != tensor.shape:
+            raise WeightSyncError(
+                f"weights: {name} was pushed with shape {tuple(tensor.shape)}, expected "
+                f"{tuple(old.shape)}"
+            )
+        if old.dtype == torch.bfloat16 and tensor.is_floating_point():
+            tensor = tensor.to(old.dtype)
+        if old.dtype != tensor.dtype:
+            raise WeightSyncError(
+                f"weights: {name} was pushed as {tensor.dtype}; the {weights.spec} view holds "
+                f"{old.dtype}"
+            )
+        raw[name] = tensor
+    try:
+        return _build(raw, spec=weights.spec, shape=shape, profile=profile)
+    except (DataError, KeyError) as error:
+        raise WeightSyncError(f"weights: pushed tensors: {error}") from error
+
+
+def _build(
+    raw: dict[str, Tensor], *, spec: ViewSpec, shape: ModelShape, profile: Profile
+) -> ModelWeights:
+    state = dict(views.split_experts(views.decode_view(raw, spec)))
+    if profile.is_exact:
+        tensors = exact_tensors(state, shape=shape, profile=profile)
+        return ExactWeights(tensors=tensors, **_facts(raw, spec))
+    if spec.convention == "blocks":
+        _requantise(state, spec, profile)
+    return _assemble(state, raw, spec=spec, shape=shape, profile=profile)
 
 
 def _requantise(state: dict[str, Tensor], spec: ViewSpec, profile: Profile) -> None:
@@ -137,20 +198,25 @@ def _assemble(
     spec: ViewSpec,
     shape: ModelShape,
     profile: Profile,
-) -> ModelWeights:
+) -> NativeWeights:
     reader = _Reader(state, profile)
     embedding = reader.get("model.embed_tokens.weight", (shape.vocab_size, shape.hidden), "H")
     head = embedding
     if not shape.tie_embeddings:
         head = reader.get("lm_head.weight", (shape.vocab_size, shape.hidden), "H")
-    return ModelWeights(
+    return NativeWeights(
         embedding=embedding,
         layers=tuple(_layer(reader, index, shape, spec) for index in range(shape.num_layers)),
         final_norm=_norm(reader, "model.norm.weight", shape.hidden),
         head=head.t(),
-        checksum=_checksum(raw),
-        num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in raw.values()),
+        **_facts(raw, spec),
     )
+
+
+def _facts(raw: dict[str, Tensor], spec: ViewSpec) -> dict[str, Any]:
+    """What all served weights say of their checkpoint."""
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in raw.values())
+    return {"checksum": _checksum(raw), "num_bytes": num_bytes, "spec": spec, "raw": raw}
 
 
 class _Reader:

@@ -55,16 +55,14 @@ class SelfCheck:
 
 def check_model(tensors: ModelTensors, spec: ModelSpec, *, tiling: Tiling) -> SelfCheck:
     """`self_check` with the shapes of a model as this process holds it."""
-    linear_shapes, row_parallel_shapes = [tuple(tensors.head.shape[::-1])], []
+    linear_shapes, row_parallel_shapes = [_sizes(tensors.head)], []
     for layer in tensors.layers:
-        linear_shapes.append(tuple(layer.qkv.shape[::-1]))
-        row_parallel_shapes.append(tuple(layer.out.shape[::-1]))
-        linear_shapes.append(tuple(layer.gate_up.shape[:-3:-1]))
-        down = tuple(layer.down.shape[:-3:-1])
+        linear_shapes += [_sizes(layer.qkv), _sizes(layer.gate_up)]
+        row_parallel_shapes.append(_sizes(layer.out))
         if layer.router is None:
-            row_parallel_shapes.append(down)
+            row_parallel_shapes.append(_sizes(layer.down))
         else:
-            linear_shapes += [down, tuple(layer.router.shape[::-1])]
+            linear_shapes += [_sizes(layer.down), _sizes(layer.router)]
     return self_check(
         linear_shapes=linear_shapes,
         row_parallel_shapes=row_parallel_shapes,
@@ -73,6 +71,11 @@ def check_model(tensors: ModelTensors, spec: ModelSpec, *, tiling: Tiling) -> Se
         head_dim=spec.head_dim,
         tiling=tiling,
     )
+
+
+def _sizes(weight: Tensor) -> tuple[int, int]:
+    """Inputs and outputs of a weight, or of each of several."""
+    return weight.shape[-1], weight.shape[-2]
 
 
 def self_check(
