@@ -42,6 +42,17 @@ class HiddenTask:
     tests: dict[str, str]
     """Path -> content, written over the base after the diff was applied."""
     required_tests: tuple[str, ...]
-    """unittest ids that must all run and pass, e.g. `test_hidden.TestTotals.test_empty`."""
+    """Names that must all run and pass, e.g. `test_hidden.TestTotals.test_empty`; of unittest ids
+    without a test command, else as the command's runner names them."""
     reference_diff: str
     """Unified diff that fixes the base; used by gates and scripted agents, never by rollouts."""
+    test_command: str = ""
+    """Bash command that runs the tests at the repository's root; empty runs `tests` as unittest."""
+    runner: str = ""
+    """Whose report the command writes (`tasks.evidence.runners`); empty finds it in the command."""
+    hidden_patch: bytes = b""
+    """Git diff of the hidden tests, applied after the submitted one."""
+    skippable_tests: tuple[str, ...] = ()
+    """Names that passed before the fix and must still pass, or be skipped."""
+    test_env: dict[str, str] = field(default_factory=dict)
+    """Environment of the test command beside the sandbox's own."""

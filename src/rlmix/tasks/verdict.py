@@ -7,39 +7,41 @@ Invariant: void only for a fault before any byte of the diff was applied, or one
 sandbox; whatever happens afterwards is the diff's, so nobody can void a failure.
 """
 
+import base64
 import re
 import secrets
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from types import CodeType
+import zlib
+from collections.abc import MutableMapping
 
 from rlmix.core.errors import SandboxError
 from rlmix.core.task import HiddenTask, PublicTask
 from rlmix.core.trajectory import Outcome
 from rlmix.sandbox.protocol import PythonResult, SandboxBackend
 from rlmix.sandbox.repository import checked_path
+from rlmix.tasks.evidence.junit import parse_junit
+from rlmix.tasks.evidence.report import TestReport
+from rlmix.tasks.evidence.runners import RUNNERS, runner_of
+from rlmix.tasks.inside.programs import program
+from rlmix.tasks.rule import (
+    CommandRun,
+    Verdict,
+    baseline_of,
+    decide_command,
+    decide_unittest,
+)
 
 VERDICT_TIMEOUT_S = 10.0
 """Generated tests take milliseconds; a diff with an endless loop costs this much."""
 MAX_ATTEMPTS = 2
 """A fault before the diff was applied is tried once more before the session is void."""
+AROUND_COMMAND_S = 20.0
+"""For applying, reading the report and ending processes, beside the command's own time."""
+MAX_UNPACKED_BYTES = 16 << 20
 _GITLINK = re.compile(rb"^(new file mode|new mode|index [0-9a-f.]+) 160000$", re.MULTILINE)
-_FAILING, _PASSING = "canary.Canary.test_fails", "canary.Canary.test_passes"
+_NO_PYTHONPATH = re.compile(r"PYTHONPATH=|python\S* +(?:-\w+ +)*-\w*[IES]")
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """What hidden tests say about a diff."""
-
-    outcome: Outcome
-    detail: str
-    """One line: which rule decided."""
-    void_reason: str = ""
-    reverted: tuple[str, ...] = ()
-    """Protected paths that the diff had changed and that were put back."""
-    num_passed: int = 0
-    """Required tests that passed."""
+Baselines = MutableMapping[str, TestReport]
+"""Task id -> report of the pristine tree; kept by whoever judges many diffs of a task."""
 
 
 async def judge(
@@ -49,17 +51,67 @@ async def judge(
     backend: SandboxBackend,
     *,
     timeout_s: float = VERDICT_TIMEOUT_S,
+    baselines: Baselines | None = None,
 ) -> Verdict:
     """Judge a diff in a fresh sandbox.
 
     Args:
         diff: as `Sandbox.capture_diff` returned it, byte for byte.
-        timeout_s: wall clock of applying and testing; running over it is a fail.
+        timeout_s: wall clock of the tests; running over it is a fail.
+        baselines: reports of pristine trees, for tasks with a command that name no tests.
     """
     if not diff:
         return Verdict(outcome=Outcome.FAIL, detail="empty_diff")
     if _GITLINK.search(diff):
         return Verdict(outcome=Outcome.FAIL, detail="diff_refused: it adds a submodule")
+    if not hidden.test_command:
+        answer = await _ask(public, hidden, diff, backend, timeout_s=timeout_s)
+        if isinstance(answer, Verdict):
+            return answer
+        return decide_unittest(*answer, hidden.required_tests)
+    baseline = None
+    if _needs_baseline(hidden):
+        known = {} if baselines is None else baselines
+        if public.task_id not in known:
+            answer = await _ask(public, hidden, b"", backend, timeout_s=timeout_s)
+            if isinstance(answer, Verdict):
+                return answer
+            run = command_run(*answer, hidden)
+            report = None if isinstance(run, Verdict) else baseline_of(run)
+            if report is not None:
+                known[public.task_id] = report
+        baseline = known.get(public.task_id)
+    answer = await _ask(public, hidden, diff, backend, timeout_s=timeout_s)
+    if isinstance(answer, Verdict):
+        return answer
+    run = command_run(*answer, hidden)
+    if isinstance(run, Verdict):
+        return run
+    return decide_command(
+        run,
+        required=hidden.required_tests,
+        skippable=hidden.skippable_tests,
+        baseline=baseline,
+    )
+
+
+def _needs_baseline(hidden: HiddenTask) -> bool:
+    has_names = hidden.required_tests or hidden.skippable_tests
+    return not has_names and runner_of(hidden.test_command, hidden.runner) is not None
+
+
+Lines = list[tuple[str, str]]
+
+
+async def _ask(
+    public: PublicTask,
+    hidden: HiddenTask,
+    diff: bytes,
+    backend: SandboxBackend,
+    *,
+    timeout_s: float,
+) -> tuple[Lines, PythonResult] | Verdict:
+    """What the program inside reported; the verdict void when it never began."""
     reason = ""
     for _ in range(MAX_ATTEMPTS):
         nonce = secrets.token_hex(16)
@@ -70,7 +122,7 @@ async def judge(
             continue
         lines = report_lines(result.report, nonce)
         if ("begin", "") in lines:
-            return decide(lines, result, hidden.required_tests)
+            return lines, result
         reason = f"verdict did not start (exit {result.exit_code}): {result.output.strip()[-300:]}"
     return Verdict(outcome=Outcome.VOID, detail="sandbox fault", void_reason=reason)
 
@@ -89,18 +141,35 @@ async def _run(
     try:
         tests = {checked_path(path): text for path, text in hidden.tests.items()}
         data: dict[str, object] = {"nonce": nonce, "diff": diff, "tests": tests}
-        return await sandbox.run_python(_runner(), data, timeout_s)
+        if not hidden.test_command:
+            return await sandbox.run_python(program("unittest"), data, timeout_s)
+        runner = runner_of(hidden.test_command, hidden.runner)
+        data |= {
+            "command": hidden.test_command,
+            "runner": next((name for name, known in RUNNERS.items() if known is runner), ""),
+            "has_canary": has_canary(hidden),
+            "hidden_patch": hidden.hidden_patch,
+            "env": dict(hidden.test_env),
+            "timeout_s": timeout_s,
+        }
+        limit_s = timeout_s + AROUND_COMMAND_S
+        return await sandbox.run_python(program("command"), data, limit_s)
     finally:
         await sandbox.destroy()
 
 
-@cache
-def _runner() -> CodeType:
-    path = Path(__file__).with_name("verdict_runner.py")
-    return compile(path.read_text(), "verdict_runner", "exec", dont_inherit=True)
+def has_canary(hidden: HiddenTask) -> bool:
+    """pytest and `python -m unittest` run two tests of ours after all others. They come through
+    PYTHONPATH, so a command that sets or ignores that goes without."""
+    runner = runner_of(hidden.test_command, hidden.runner)
+    if "PYTHONPATH" in hidden.test_env or _NO_PYTHONPATH.search(hidden.test_command):
+        return False
+    if runner is RUNNERS["unittest"]:
+        return "-m unittest" in hidden.test_command
+    return runner is RUNNERS["pytest"]
 
 
-def report_lines(report: bytes, nonce: str) -> list[tuple[str, str]]:
+def report_lines(report: bytes, nonce: str) -> Lines:
     """(kind, text) of the lines that carry the nonce; anything else is noise."""
     found = []
     for line in report.decode(errors="replace").split("\n"):
@@ -111,49 +180,42 @@ def report_lines(report: bytes, nonce: str) -> list[tuple[str, str]]:
     return found
 
 
-def decide(
-    lines: list[tuple[str, str]], result: PythonResult, required: tuple[str, ...]
-) -> Verdict:
-    """The rule, applied to what the runner reported and how it ended."""
-    kinds = [kind for kind, _ in lines]
+def command_run(lines: Lines, result: PythonResult, hidden: HiddenTask) -> CommandRun | Verdict:
+    """The run that the lines tell of, or the verdict when there was none."""
+    said = dict(lines)
     reverted = tuple(text for kind, text in lines if kind == "reverted")
-    outcomes: dict[str, set[str]] = {}
-    for kind, text in lines:
-        if kind in ("pass", "fail", "skip"):
-            outcomes.setdefault(text, set()).add(kind)
-    passed = [name for name in required if outcomes.get(name) == {"pass"}]
 
     def fail(detail: str) -> Verdict:
         return Verdict(
-            outcome=Outcome.FAIL, detail=detail, reverted=reverted, num_passed=len(passed)
+            outcome=Outcome.FAIL, detail=detail, reverted=reverted, timed_out=result.timed_out
         )
 
+    first_line = result.output.strip().split("\n")[0][:200]
+    if "unappliable" in said:
+        return fail(f"patch_failed: {first_line}")
+    if "foreign" in said:
+        return fail(f"diff_refused: it adds installed code at {said['foreign']}")
+    if "hidden_unappliable" in said:
+        return fail(f"hidden tests do not apply beside this diff: {first_line}")
     if result.timed_out:
         return fail("timed_out")
-    if "unappliable" in kinds:
-        return fail(f"patch_failed: {_first_line(result.output)}")
-    if "applied" not in kinds:
-        return fail(f"broke before the tests (exit {result.exit_code})")
-    if kinds.count("done") != 1 or result.exit_code != 0:
-        return fail(f"tests did not finish (exit {result.exit_code})")
-    if outcomes.get(_FAILING) != {"fail"} or outcomes.get(_PASSING) != {"pass"}:
-        return fail("runner was tampered with: a canary test gave the wrong outcome")
-    broken = [text for kind, text in lines if kind == "broken"]
-    if broken:
-        return fail(f"tests cannot be loaded: {broken[0][:200]}")
-    if not required:
-        return fail("task names no required test")
-    if len(passed) < len(required):
-        missing = next(name for name in required if name not in passed)
-        said = "/".join(sorted(outcomes.get(missing, {"did not run"})))
-        return fail(f"{len(passed)} of {len(required)} required tests passed; {missing}: {said}")
-    return Verdict(
-        outcome=Outcome.PASS,
-        detail=f"{len(passed)} required tests passed",
+    if [kind for kind, _ in lines].count("done") != 1 or result.exit_code != 0:
+        return fail(f"verdict was ended before its time (exit {result.exit_code}): {first_line}")
+    runner = runner_of(hidden.test_command, hidden.runner)
+    report = None
+    if runner is not None:
+        output = unpacked(said["output"]).decode(errors="replace")
+        junit = unpacked(said["junit"]) if "junit" in said else None
+        report = runner.parse(output) if junit is None else parse_junit(junit)
+    nonce = said["canary"] if has_canary(hidden) and "canary" in said else ""
+    return CommandRun(
+        exit_code=None if said["exit"] == "none" else int(said["exit"]),
+        report=report,
+        canary=nonce,
         reverted=reverted,
-        num_passed=len(passed),
     )
 
 
-def _first_line(text: str) -> str:
-    return text.strip().split("\n")[0][:200]
+def unpacked(text: str) -> bytes:
+    """An attachment of the report, cut at a size that no honest one has."""
+    return zlib.decompressobj().decompress(base64.b64decode(text), MAX_UNPACKED_BYTES)

@@ -12,8 +12,9 @@ from rlmix.core.task import Commit, HiddenTask, PublicTask
 from rlmix.core.trajectory import Outcome
 from rlmix.sandbox.backend import open_backend
 from rlmix.sandbox.protocol import PythonResult, SandboxBackend, SandboxLimits
+from rlmix.tasks.rule import Verdict, decide_unittest
 from rlmix.tasks.source import open_source
-from rlmix.tasks.verdict import Verdict, decide, judge, report_lines
+from rlmix.tasks.verdict import judge, report_lines
 
 LIMITS = SandboxLimits(
     memory_mib=256, pids=32, disk_mib=8, output_chars=2000, command_timeout_s=10.0
@@ -299,21 +300,21 @@ ENDED = PythonResult(report=b"", output="", exit_code=0)
 
 
 def test_the_rule_accepts_exactly_the_complete_report() -> None:
-    assert decide(GOOD, ENDED, ("m.T.a",)).outcome is Outcome.PASS
+    assert decide_unittest(GOOD, ENDED, ("m.T.a",)).outcome is Outcome.PASS
     for missing in GOOD[1:]:
         lines = [line for line in GOOD if line != missing]
-        assert decide(lines, ENDED, ("m.T.a",)).outcome is Outcome.FAIL, missing
+        assert decide_unittest(lines, ENDED, ("m.T.a",)).outcome is Outcome.FAIL, missing
 
 
 @pytest.mark.parametrize("kind", ["fail", "skip"])
 def test_a_test_that_passed_and_also_did_not_is_not_passed(kind: str) -> None:
-    assert decide([*GOOD, (kind, "m.T.a")], ENDED, ("m.T.a",)).outcome is Outcome.FAIL
+    assert decide_unittest([*GOOD, (kind, "m.T.a")], ENDED, ("m.T.a",)).outcome is Outcome.FAIL
 
 
 def test_no_required_test_or_a_bad_exit_is_a_fail() -> None:
-    assert decide(GOOD, ENDED, ()).detail == "task names no required test"
+    assert decide_unittest(GOOD, ENDED, ()).detail == "task names no required test"
     bad_exit = PythonResult(report=b"", output="", exit_code=1)
-    assert decide(GOOD, bad_exit, ("m.T.a",)).detail == "tests did not finish (exit 1)"
+    assert decide_unittest(GOOD, bad_exit, ("m.T.a",)).detail == "tests did not finish (exit 1)"
 
 
 def test_only_lines_with_the_nonce_count() -> None:
