@@ -22,6 +22,7 @@ from rlmix.sandbox.protocol import (
     WorkTreeError,
 )
 from rlmix.sessions.spec import Engine, Judge, Renderer, SessionSpec
+from rlmix.tasks.rule import Verdict
 
 MAX_FORMAT_ERRORS = 3
 """In a row; a policy that stopped writing commands does not find back."""
@@ -277,6 +278,7 @@ class _Session:
             detail=verdict.detail,
             void_reason=verdict.void_reason,
             diff_bytes=len(diff),
+            facts=_verdict_facts(verdict),
         )
 
     async def clean_up(self) -> None:
@@ -305,6 +307,7 @@ class _Session:
         detail: str = "",
         void_reason: str = "",
         diff_bytes: int = 0,
+        facts: dict[str, str] | None = None,
     ) -> Trajectory:
         spec = self.spec
         return Trajectory(
@@ -322,8 +325,20 @@ class _Session:
             rehomed=self.rehomed,
             started_s=self.started_s,
             finished_s=time.time(),
-            tags={**self.public.tags, "split": self.public.split},
+            tags={**self.public.tags, "split": self.public.split, **(facts or {})},
         )
+
+
+def _verdict_facts(verdict: Verdict) -> dict[str, str]:
+    """What a reader of records asks about a reward, beyond the line that says why."""
+    facts = {
+        "verdict_tests": str(verdict.num_executed),
+        "verdict_exit": "" if verdict.exit_code is None else str(verdict.exit_code),
+        "verdict_reverted": " ".join(verdict.reverted[:20]),
+        "verdict_weak": "1" if verdict.is_weak else "",
+        "verdict_timed_out": "1" if verdict.timed_out else "",
+    }
+    return {name: said for name, said in facts.items() if said not in ("", "0")}
 
 
 def _format_error(answer: Generation, max_turn_tokens: int) -> str:

@@ -7,7 +7,7 @@ from hashlib import blake2b
 from typing import Protocol
 
 from rlmix.engine.protocol import GREEDY_TEMPERATURE, GenerateRequest, Generation
-from rlmix.tasks.verdict import Verdict
+from rlmix.tasks.rule import Verdict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

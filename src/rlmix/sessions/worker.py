@@ -15,8 +15,9 @@ from rlmix.sandbox.backend import open_backend
 from rlmix.sandbox.protocol import SandboxBackend, SandboxLimits
 from rlmix.sessions.agent import run_session
 from rlmix.sessions.spec import Engine, Renderer, SessionSpec
+from rlmix.tasks.rule import Verdict
 from rlmix.tasks.source import TaskSource, open_source
-from rlmix.tasks.verdict import Verdict, judge
+from rlmix.tasks.verdict import Baselines, judge
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +60,7 @@ class TaskWorker:
         self._renderer: Renderer | None = None
         self._sources: dict[tuple[str, str, int], TaskSource] = {}
         self._verdicts = asyncio.Semaphore(spec.num_verdicts)
+        self._baselines: Baselines = {}
         self._running: set[asyncio.Task[object]] = set()
         self._is_closing = False
 
@@ -128,6 +130,7 @@ class TaskWorker:
                 diff,
                 self._backend,
                 timeout_s=self._spec.verdict_timeout_s,
+                baselines=self._baselines,
             )
 
     async def close(self) -> None:

@@ -23,7 +23,8 @@ from rlmix.sandbox.namespaces import NamespaceBackend
 from rlmix.sandbox.protocol import SandboxBackend, SandboxLimits
 from rlmix.sessions.agent import run_session
 from rlmix.sessions.spec import SessionSpec
-from rlmix.tasks.verdict import Verdict, judge
+from rlmix.tasks.rule import Verdict
+from rlmix.tasks.verdict import judge
 
 LIMITS = SandboxLimits(memory_mib=256, pids=32, disk_mib=8, output_chars=400, command_timeout_s=5.0)
 PUBLIC = PublicTask(
@@ -165,7 +166,7 @@ def test_a_session_that_looks_fixes_and_submits_earns_1(lab: Lab) -> None:
     assert end_of(done) == (StopReason.SUBMITTED, Outcome.PASS, 1.0)
     assert [turn.command for turn in done.turns] == ["cat sums.py", FIX, "submit"]
     assert [turn.exit_code for turn in done.turns] == [0, 0, 0]
-    assert done.tags == {"kind": "operator", "split": "train"}
+    assert done.tags == {"kind": "operator", "split": "train", "verdict_tests": "1"}
     assert done.oldest_version == 3
     assert done.diff_bytes > 0
     assert all(turn.replica or turn.pool or turn.version_spans for turn in done.turns)
