@@ -139,7 +139,7 @@ def main() -> None:
     renderer = ChatRenderer(options.model or resolve_model("bundled:tiny"))
     done, session_s, body_s = run(tokens, turns, renderer)
     started_s = time.process_time()
-    record = orjson.dumps(encode_trajectory(done, step=0))
+    record = orjson.dumps(encode_trajectory(done, step=0), option=orjson.OPT_SERIALIZE_NUMPY)
     record_s = time.process_time() - started_s
     started_s = time.process_time()
     to_sample(done, advantage=1.0)
