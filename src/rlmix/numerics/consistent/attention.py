@@ -24,6 +24,12 @@ BLOCK_SCORES = 1 << 17
 times as many cost a quarter more time."""
 
 
+KEPT_SCORES = 1 << 23
+"""Up to so many scores of a call (32 MiB) their probabilities are kept for the gradient, which
+spares it a product and a softmax of seven and two; more, and memory would grow with the square of
+the length."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyTile:
     """Keys first:last, as far as one tile of queries needs them."""
@@ -56,6 +62,14 @@ class AttentionPlan:
     """Keys that are read; what lies beyond a row's position must be finite."""
     groups: int
     tiles: tuple[QueryTile, ...]
+
+    @property
+    def scores_per_head(self) -> int:
+        """Computed scores of one key head."""
+        return self.groups * sum(
+            (tile.last - tile.first) * sum(keys.last - keys.first for keys in tile.keys)
+            for tile in self.tiles
+        )
 
 
 def plan_attention(positions_BT: Tensor, *, groups: int, tiling: Tiling) -> AttentionPlan:
@@ -172,8 +186,10 @@ def _forward_tile(
     tile: QueryTile,
     plan: AttentionPlan,
     batch: slice,
+    kept: list[Tensor] | None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The rows' results, and the shares of their key tiles."""
+    """The rows' results, and the shares of their key tiles; `kept` gets each tile's
+    probabilities."""
     largest, sums, means = [], [], []
     for keys in tile.keys:
         scores = _masked_scores(queries_ZRD, keys_ZLD, keys, batch, plan.groups)
@@ -183,6 +199,8 @@ def _forward_tile(
         if len(tile.keys) > 1:
             # exp(m - m) = 1 is the largest term, so the largest probability is 1 / l.
             sums.append(probs.amax(-1, keepdim=True).reciprocal_())
+        if kept is not None:
+            kept.append(probs)
         probs = rounded(probs, plan.tiling.probs)
         means.append(torch.bmm(probs, values_ZLD[:, keys.first : keys.last]))
     shares = _shares(largest, sums)
@@ -228,13 +246,16 @@ def _keys_by_head(keys_BHLD: Tensor, num_keys: int) -> Tensor:
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps queries, keys, values, results and shares; scores are computed again backwards."""
+    """Keeps queries, keys, values, results, shares, and the probabilities of a small call; those of
+    a large one are computed again backwards."""
 
     @staticmethod
     def forward(
         ctx: Any, q_BTND: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, plan: AttentionPlan
     ) -> Tensor:
-        result_ZPD, saved, shares = _forward(q_BTND, k_BHLD, v_BHLD, plan)
+        num_scores = len(q_BTND) * k_BHLD.shape[1] * plan.scores_per_head
+        ctx.kept = [] if num_scores <= KEPT_SCORES else None
+        result_ZPD, saved, shares = _forward(q_BTND, k_BHLD, v_BHLD, plan, ctx.kept)
         ctx.plan, ctx.batch, ctx.shares = plan, len(q_BTND), shares
         ctx.dtypes, ctx.num_keys = (q_BTND.dtype, k_BHLD.dtype, v_BHLD.dtype), k_BHLD.shape[2]
         ctx.save_for_backward(*saved, result_ZPD)
@@ -250,6 +271,7 @@ class _Attention(torch.autograd.Function):
         grad_keys = torch.zeros(keys.shape)
         grad_values = torch.zeros(values.shape)
         pending = iter(ctx.shares)
+        kept = None if ctx.kept is None else iter(ctx.kept)
         for tile in plan.tiles:
             for block in _blocks(len(keys), batch, tile, plan.groups):
                 query, grad, result, grad_query = (
@@ -260,12 +282,15 @@ class _Attention(torch.autograd.Function):
                 shares = next(pending)
                 for number, part in enumerate(tile.keys):
                     span = (block.heads, slice(part.first, part.last))
-                    scores = _masked_scores(
-                        query, keys[block.heads], part, block.batch, plan.groups
-                    )
-                    probs = torch.softmax(scores, -1, out=scores)
+                    if kept is None:
+                        scores = _masked_scores(
+                            query, keys[block.heads], part, block.batch, plan.groups
+                        )
+                        probs = torch.softmax(scores, -1, out=scores)
+                    else:
+                        probs = next(kept)
                     if shares:
-                        probs.mul_(shares[number])
+                        probs = probs * shares[number]
                     grad_values[span].baddbmm_(probs.transpose(1, 2), grad)
                     grad_scores = torch.bmm(grad, values[span].transpose(1, 2))
                     grad_scores.sub_(along).mul_(probs)
@@ -291,7 +316,11 @@ def _key_grad(grad_ZLD: Tensor, batch: int, num_keys: int) -> Tensor:
 
 
 def _forward(
-    q_BTND: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, plan: AttentionPlan
+    q_BTND: Tensor,
+    k_BHLD: Tensor,
+    v_BHLD: Tensor,
+    plan: AttentionPlan,
+    kept: list[Tensor] | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], list[list[Tensor]]]:
     queries = _queries_by_head(q_BTND, plan, k_BHLD.shape[1])
     keys = _keys_by_head(k_BHLD, plan.num_keys)
@@ -299,7 +328,7 @@ def _forward(
     blocks = [_blocks(len(keys), len(q_BTND), tile, plan.groups) for tile in plan.tiles]
     if len(blocks) == 1 and len(blocks[0]) == 1:
         batch = slice(0, len(q_BTND))
-        result, share = _forward_tile(queries, keys, values, plan.tiles[0], plan, batch)
+        result, share = _forward_tile(queries, keys, values, plan.tiles[0], plan, batch, kept)
         return result, (queries, keys, values), [share]
     results, shares = torch.empty(queries.shape), []
     for tile, tile_blocks in zip(plan.tiles, blocks, strict=True):
@@ -307,7 +336,7 @@ def _forward(
             query = _rows_of(queries, tile, block, plan.groups)
             heads = block.heads
             result, share = _forward_tile(
-                query, keys[heads], values[heads], tile, plan, block.batch
+                query, keys[heads], values[heads], tile, plan, block.batch, kept
             )
             _rows_of(results, tile, block, plan.groups).copy_(result)
             shares.append(share)
