@@ -10,9 +10,13 @@ class NumericsKey:
     accelerator: str
     """As detected on the node; for the embedded engine the accelerator it emulates."""
     weights: str
+    """Format: bf16, fp8 or nvfp4."""
     activations: str
     kv: str
     attention: str
+    view: str = ""
+    """Which matrices have that format and in whose convention, as `numerics.view_spec` writes it:
+    `nvfp4:experts`; empty where that is not known."""
     linear_attention: str = "none"
     state_dtype: str = "none"
     moe: str = "grouped"
@@ -28,7 +32,7 @@ class NumericsKey:
     def compact(self) -> str:
         """One line for records and table cells, e.g. `b200/nvfp4/a=bf16/kv=fp8/...`."""
         head = (
-            f"{self.accelerator}/{self.weights}/a={self.activations}/kv={self.kv}"
+            f"{self.accelerator}/{self.view or self.weights}/a={self.activations}/kv={self.kv}"
             f"/attn={self.attention}/lin={self.linear_attention}/state={self.state_dtype}"
             f"/moe={self.moe}/gemm={self.gemm}/tp={self.tp}/{self.engine}-{self.engine_version}"
         )

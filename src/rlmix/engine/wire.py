@@ -88,7 +88,8 @@ def generate_document(answer: Answer) -> dict[str, Any]:
     if answer.kept is not None:
         rows = _rows(answer.kept)
         meta["output_token_sampling_mask"] = [ids for ids, _ in rows]
-        meta["output_token_sampling_mask_length"] = answer.kept.sizes
+        # Of masks, not of ids, whatever its name says.
+        meta["output_token_sampling_mask_length"] = len(answer.kept)
         meta["output_token_sampling_logprobs"] = (
             [values for _, values in rows] if answer.tells_support else answer.sampling_logprobs
         )
@@ -259,9 +260,11 @@ def server_info_document(
         "accelerator": numerics.accelerator,
         "emulated": numerics.is_emulated,
         "weights": numerics.weights,
+        "view": numerics.view,
         "activations": numerics.activations,
         "kv": numerics.kv,
         "attention": numerics.attention,
+        "consistency": numerics.consistency,
         "pool": pool,
         "replica": replica,
         "numerics_key": numerics.compact(),

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,7 +90,6 @@ async def _serve(arguments: argparse.Namespace, profile: Profile, *, started_s: 
 
     torch.set_num_threads(1)
     folder = Path(arguments.model_path)
-    numerics = numerics_of(arguments, engine="embedded")
     shape = read_shape(read_config(folder))
     if arguments.enable_return_routed_experts and not shape.moe_layers:
         raise ConfigError(
@@ -98,10 +98,12 @@ async def _serve(arguments: argparse.Namespace, profile: Profile, *, started_s: 
     context_length = min(arguments.context_length or shape.context_length, shape.context_length)
     # Twice what the slots hold: running requests and as much again of remembered contexts.
     default_total = 2 * arguments.max_running_requests * context_length
+    weights = load_weights(folder, shape=shape, profile=profile)
+    numerics = replace(numerics_of(arguments, engine="embedded"), view=str(weights.spec))
     scheduler = Scheduler(
         shape,
         profile,
-        load_weights(folder, shape=shape, profile=profile),
+        weights,
         version=int(arguments.weight_version),
         max_running=arguments.max_running_requests,
         context_length=context_length,

@@ -51,14 +51,15 @@ class Kernels:
 KERNELS = {
     "b300": Kernels(blocks=4, channels=8, prefill_tile=128, decode_tile=64, fp8_scales="ue8m0"),
     "b200": Kernels(blocks=2, channels=8, prefill_tile=128, decode_tile=128, fp8_scales="ue8m0"),
-    "h200": Kernels(blocks=2, channels=4, prefill_tile=128, decode_tile=96),
+    "h200": Kernels(blocks=4, channels=4, prefill_tile=128, decode_tile=96),
     "h100": Kernels(blocks=2, channels=4, prefill_tile=128, decode_tile=96),
     "a100": Kernels(blocks=1, channels=2, prefill_tile=64, decode_tile=64),
     "rtx_pro_6000": Kernels(blocks=4, channels=2, prefill_tile=64, decode_tile=32),
     "cpu": Kernels(blocks=1, channels=1, prefill_tile=128, decode_tile=128),
 }
-"""Accelerator -> kernels. H100 and H200 have the same number of the same multiprocessors, run the
-same binaries and share their entry."""
+"""Accelerator -> kernels. H100 and H200 have the same number of the same multiprocessors and take
+the same attention kernels, so they share their tiles. Their orders differ, because Triton cuts
+products of experts by a table for each device's name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +128,11 @@ class Profile:
     def expert_fp8_scales(self) -> str:
         """Those of experts, which other runners than DeepGEMM multiply with float32 scales."""
         return self.kernels.fp8_scales if self.moe == "deep_gemm" else "fp32"
+
+    @property
+    def is_weight_only_fp8(self) -> bool:
+        """FP8 weights that meet BF16 inputs (W8A16), which SGLang multiplies through Marlin."""
+        return (self.weights, self.activations, self.fp8_scales) == ("fp8", "bf16", "fp32")
 
     @property
     def rounds_to_bf16(self) -> bool:

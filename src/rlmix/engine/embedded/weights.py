@@ -98,9 +98,14 @@ def read_config(folder: Path) -> dict[str, object]:
         raise WeightSyncError(f"weights: {folder}/config.json is not JSON: {error}") from error
 
 
-def load_weights(folder: Path, *, shape: ModelShape, profile: Profile) -> ModelWeights:
+def load_weights(
+    folder: Path, *, shape: ModelShape, profile: Profile, served: ViewSpec | None = None
+) -> ModelWeights:
     """Weights of a view folder.
 
+    Args:
+        served: the view that the engine serves already and has told others of; None: any of the
+            profile's format.
     Raises:
         WeightSyncError: the folder is another model or another view than the engine serves, or a
             tensor is missing or damaged.
@@ -111,6 +116,10 @@ def load_weights(folder: Path, *, shape: ModelShape, profile: Profile) -> ModelW
         if spec.view != profile.weights:
             raise WeightSyncError(
                 f"weights: {folder} is the {spec.view} view; this replica serves {profile.weights}"
+            )
+        if served is not None and spec != served:
+            raise WeightSyncError(
+                f"weights: {folder} is the {spec} view; this replica serves {served}"
             )
         if read_shape(config) != shape:
             raise WeightSyncError(f"weights: {folder} is a model of another shape")
@@ -156,13 +165,29 @@ def replace_tensors(
 def _build(
     raw: dict[str, Tensor], *, spec: ViewSpec, shape: ModelShape, profile: Profile
 ) -> ModelWeights:
-    state = dict(views.split_experts(views.decode_view(raw, spec)))
+    stored = _with_bf16_scales(raw) if profile.is_weight_only_fp8 else raw
+    state = dict(views.split_experts(views.decode_view(stored, spec)))
     if profile.is_exact:
         tensors = exact_tensors(state, shape=shape, profile=profile)
         return ExactWeights(tensors=tensors, **_facts(raw, spec))
     if spec.convention == "blocks":
         _requantise(state, spec, profile)
+        if profile.is_weight_only_fp8:
+            for name in filter(spec.quantises, list(state)):
+                state[name] = state[name].bfloat16().float()
     return _assemble(state, raw, spec=spec, shape=shape, profile=profile)
+
+
+def _with_bf16_scales(raw: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As Marlin holds FP8 weights: it rounds scales to BF16 when it loads them. Those of blocks it
+    multiplies with the weights, in BF16; those of channels with the float32 sums.
+
+    Source: SGLang's `marlin_utils_fp8.prepare_fp8_layer_for_marlin`.
+    """
+    return {
+        name: tensor.bfloat16().float() if name.endswith(("_scale", "_scale_inv")) else tensor
+        for name, tensor in raw.items()
+    }
 
 
 def _requantise(state: dict[str, Tensor], spec: ViewSpec, profile: Profile) -> None:
