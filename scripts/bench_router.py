@@ -37,17 +37,17 @@ from bench_router_latency import measure_latency
 from rlmix.engine.timed.player import Played, Player
 from rlmix.engine.timed.trace import Shape, make_trace
 
-TIME_SCALE = 1 / 20
+TIME_SCALE = 1 / 25
 """Seconds here for a second of an accelerator."""
 TURN_TIMEOUT_S = 180.0
 """A turn that takes longer on the accelerator's clock has timed out for its client."""
 
 LOADS = {
-    # name: (concurrent sessions, sessions in all); the six replicas run 184 requests at a time.
-    "moderate": (96, 192),
-    "high": (256, 512),
+    # name: (sessions at a time, sessions in all); the six replicas have 46 places (184 / THINNING).
+    "moderate": (40, 80),
+    "high": (80, 120),
 }
-QUICK_LOADS = {"moderate": (96, 128), "high": (256, 256)}
+QUICK_LOADS = {"moderate": (40, 48), "high": (80, 80)}
 
 
 def summary(
@@ -174,7 +174,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     document: dict[str, Any] = {}
     scenarios = {
         "six": (plan_specs(time_scale=TIME_SCALE), loads),
-        "four_two_one": (ratio_specs(time_scale=TIME_SCALE), {"moderate": (24, 72)}),
+        "four_two_one": (ratio_specs(time_scale=TIME_SCALE), {"high": (56, 112)}),
     }
     for scenario, (specs, scenario_loads) in scenarios.items():
         if arguments.scenarios and scenario not in arguments.scenarios:

@@ -35,8 +35,13 @@ LAUNCH_S = 0.003
 """Of every decoding step besides moving bytes: launches, sampling, the scheduler. A guess."""
 PREFILL_FIXED_S = 0.010
 """Of every prefill, likewise."""
-REFERENCE_CONTEXT_TOKENS = 10_000
+THINNING = 4
+"""One request here stands for so many of an accelerator's: a step does the work of all of them.
+Places and cache shrink by as much, and so does what this machine has to carry for the same load."""
+REFERENCE_CONTEXT_TOKENS = 20_000
 """Context at which speeds are compared; about the mean of the trace."""
+BALANCE_ABS_THRESHOLD = 64
+"""Of sglang-router's cache_aware, in requests; its default, which is thinned as well."""
 START_S = 30.0
 
 
@@ -76,7 +81,8 @@ def chips() -> dict[str, AcceleratorConfig]:
 
 
 def step_times(chip: AcceleratorConfig, numbers: Numbers, *, tp: int) -> StepTimes:
-    """The roofline of `rlmix.plan.speed`, taken apart; memory decides at these batches."""
+    """The roofline of `rlmix.plan.speed`, taken apart, for THINNING requests in step; memory
+    decides at these batches."""
     facts = bundled_facts(REFERENCE)
     moves = BANDWIDTH_REACHED_FRAC * tp * chip.bandwidth_tb_s * 1e12
     multiplies = FLOPS_REACHED_FRAC * tp * peak_tflops(chip, numbers.activations) * 1e12
@@ -85,12 +91,12 @@ def step_times(chip: AcceleratorConfig, numbers: Numbers, *, tp: int) -> StepTim
     return StepTimes(
         fixed_s=LAUNCH_S + facts.dense_bytes(numbers.weights) / moves,
         experts_s=expert_bytes / moves,
-        expert_missed_frac=1.0 - facts.experts_per_token / facts.experts,
-        request_s=2 * facts.state_bytes(numbers.state) / moves,
-        kv_token_s=kv_bytes_held(facts, kv=numbers.kv, tp=tp) / moves,
+        expert_missed_frac=(1.0 - facts.experts_per_token / facts.experts) ** THINNING,
+        request_s=THINNING * 2 * facts.state_bytes(numbers.state) / moves,
+        kv_token_s=THINNING * kv_bytes_held(facts, kv=numbers.kv, tp=tp) / moves,
         prefill_fixed_s=PREFILL_FIXED_S,
-        prefill_token_s=2 * facts.active_params / multiplies,
-        prefill_pair_s=facts.attention_flops / attends,
+        prefill_token_s=THINNING * 2 * facts.active_params / multiplies,
+        prefill_pair_s=THINNING * facts.attention_flops / attends,
     )
 
 
@@ -111,8 +117,8 @@ def plan_specs(*, time_scale: float) -> list[tuple[ReplicaSpec, float]]:
             name=chip.accelerator,
             accelerator=chip.accelerator,
             steps=step_times(found, numbers, tp=chip.tp),
-            max_running=chip.max_running,
-            kv_tokens=budget.kv_tokens,
+            max_running=chip.max_running // THINNING,
+            kv_tokens=budget.kv_tokens // THINNING,
             time_scale=time_scale,
         )
         specs.append((spec, chip.tp * (found.usd_per_hour or 0.0)))
@@ -128,8 +134,8 @@ def ratio_specs(*, time_scale: float) -> list[tuple[ReplicaSpec, float]]:
                 name=f"x{factor}",
                 accelerator=f"x{factor}",
                 steps=slow.steps.scaled(1 / factor),
-                max_running=32,
-                kv_tokens=slow.kv_tokens,
+                max_running=16,
+                kv_tokens=slow.kv_tokens * THINNING,
                 time_scale=time_scale,
             ),
             1.0 * factor,
@@ -291,7 +297,11 @@ def available_contestants(python: str | None, *, only: Sequence[str] | None) -> 
             print(f"{package} is not installed for {python}: not measured", file=sys.stderr)
             continue
         for policy in policies:
-            more = ("--assignment-mode", "min_load") if policy == "manual" else ()
+            more: tuple[str, ...] = ()
+            if policy == "manual":
+                more = ("--assignment-mode", "min_load")
+            elif policy == "cache_aware" and package == "sglang-router":
+                more = ("--balance-abs-threshold", str(BALANCE_ABS_THRESHOLD // THINNING))
             if package == "smg":
                 more = ("--sticky-sessions", "--load-monitor-interval", "1")
             argv = functools.partial(_rival_argv, python, module, policy, more)

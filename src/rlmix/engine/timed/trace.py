@@ -29,10 +29,10 @@ class Spread:
 class Shape:
     """What sessions look like. Tokens, and seconds on the accelerator's clock."""
 
-    turns: Spread = Spread(median=10, sigma=0.6, least=2, most=40)
-    prompt_tokens: Spread = Spread(median=2500, sigma=0.4, least=800, most=10_000)
-    output_tokens: Spread = Spread(median=350, sigma=0.7, least=16, most=4096)
-    observation_tokens: Spread = Spread(median=400, sigma=0.9, least=16, most=6000)
+    turns: Spread = Spread(median=16, sigma=0.5, least=4, most=40)
+    prompt_tokens: Spread = Spread(median=8000, sigma=0.4, least=3000, most=20_000)
+    output_tokens: Spread = Spread(median=200, sigma=0.8, least=16, most=2048)
+    observation_tokens: Spread = Spread(median=900, sigma=0.9, least=16, most=8000)
     tool_s: Spread = Spread(median=2.0, sigma=1.0, least=0.1, most=30.0)
     shared_tokens: int = 0
     """First tokens of every prompt that are the same in all sessions."""
