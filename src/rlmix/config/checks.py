@@ -133,13 +133,6 @@ def _check_routing(config: TrainConfig) -> Iterator[Problem]:
                 what="got true with algo.routing_replay=false, so nobody asks for the record",
                 hint=f"set algo.routing_replay=true, or pools.{name}.record_experts=null",
             )
-        stages = pool.engine_args.get("pp-size", 1)
-        if records_experts(pool, routing_replay=replays) and stages != 1:
-            yield Problem(
-                where=f"pools.{name}.engine_args.pp-size",
-                what=f"got {shown(stages)}, and SGLang does not record experts across stages",
-                hint=f"remove it, or set pools.{name}.record_experts=false",
-            )
     if replays and not any(
         records_experts(pool, routing_replay=True) for pool in config.pools.values()
     ):

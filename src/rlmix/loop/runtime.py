@@ -21,7 +21,7 @@ from rlmix.loop.specs import trainer_spec, worker_spec
 from rlmix.loop.workers import WorkerPool
 from rlmix.observe.run_dir import RunDir
 from rlmix.plan.build import TOKEN_VARIABLE
-from rlmix.plan.runplan import RunPlan
+from rlmix.plan.runplan import RunPlan, thread_limits
 from rlmix.pools.fleet import Fleet
 from rlmix.pools.replica import Replica
 from rlmix.pools.spec import FleetSpec, ReplicaSpec
@@ -148,8 +148,3 @@ def make_trainer(spec: TrainerSpec) -> object:
     from rlmix.trainer.rank import TrainerRank
 
     return TrainerRank(spec)
-
-
-def thread_limits(threads: int) -> dict[str, str]:
-    """Many small processes share the cores; libraries must not each take all of them."""
-    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}

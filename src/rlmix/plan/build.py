@@ -20,6 +20,7 @@ from rlmix.plan.runplan import (
     RunPlan,
     TrainerPlan,
     WorkerPlan,
+    thread_limits,
 )
 from rlmix.plan.speed import Numbers, modelled_speed
 from rlmix.plan.trainer import plan_trainer, trainer_faults
@@ -39,9 +40,6 @@ faster than another."""
 
 TOKEN_VARIABLE = "RLMIX_TOKEN"
 """Environment variable in which the run's servers find their bearer token."""
-
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-"""Many small processes share the cores; two threads each make small matrices 100 times slower."""
 
 
 def build_plan(config: TrainConfig, *, facts: ModelFacts, python: str) -> RunPlan:
@@ -139,7 +137,7 @@ def _embedded(
         **_shared(pool, chip, price, source),
         is_emulated=True,
         argv=_embedded_argv(name, pool, config, python),
-        env=dict(ONE_THREAD),
+        env={**thread_limits(1), "PYTHONUNBUFFERED": "1"},
         memory_gib=held / 2**30,
         budget=None,
         nodes=(),

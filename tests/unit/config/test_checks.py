@@ -184,12 +184,3 @@ def test_a_record_that_nobody_asks_for_and_a_replay_of_nothing_are_refused() -> 
     assert line.startswith("pools.h100.record_experts: got true with algo.routing_replay=false")
     (line,) = with_pools(True, all={"record_experts": False})
     assert line.startswith("algo.routing_replay: got true, but record_experts=false for every pool")
-
-
-def test_an_engine_whose_arguments_forbid_the_record_is_refused_with_the_way_out() -> None:
-    staged = {"engine": "sglang", "engine_args": {"pp-size": 2}}
-    (line,) = with_pools(True, h100=staged)
-    assert line.startswith("pools.h100.engine_args.pp-size: got 2, and SGLang does not record")
-    assert line.endswith("set pools.h100.record_experts=false")
-    assert with_pools(True, h100=staged | {"record_experts": False}) == []
-    assert with_pools(False, h100=staged) == []
