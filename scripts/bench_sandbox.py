@@ -29,7 +29,7 @@ from rlmix.sandbox.link import RUN_MARK, interpreter
 from rlmix.sandbox.namespaces import NamespaceBackend
 from rlmix.sandbox.protocol import SandboxLimits
 from rlmix.sandbox.reap import marked_processes
-from rlmix.sandbox.shell import write_static
+from rlmix.sandbox.shell import StaticOptions, write_static
 from rlmix.tasks.verdict import judge
 
 LIMITS = SandboxLimits(
@@ -129,7 +129,7 @@ async def plain(folder: Path, repeats: int) -> dict[str, tuple[float, float]]:
     write_static(
         static,
         inside=bubblewrap.STATIC,
-        interpreter=interpreter(),
+        options=StaticOptions(interpreter=interpreter()),
         limits=LIMITS,
         stop="all",
         has_pids_limit=False,

@@ -43,7 +43,7 @@ def described() -> dict[str, str]:
     sources = {
         "model.": "model/tiny.yaml",
         "tasks.": "tasks/generated.yaml",
-        "sandbox.": "sandbox/namespaces.yaml",
+        "sandbox.": "sandbox/auto.yaml",
         "session.": "session/short.yaml",
         "algo.": "algo/mis_sc.yaml",
         "trainer.": "trainer/tiny.yaml",

@@ -116,7 +116,7 @@ def _look_at_sandbox() -> Iterator[Finding]:
             name="sandbox",
             ok=False,
             detail=str(error),
-            fix="as said; or sandbox.allow_unisolated=true for tasks you trust",
+            fix="as said",
         )
 
 
@@ -128,10 +128,11 @@ async def _try_sandbox() -> str:
         memory_mib=512, pids=64, disk_mib=16, output_chars=400, command_timeout_s=10.0
     )
     with tempfile.TemporaryDirectory(prefix="rlmix-doctor-") as scratch:
-        backend = await open_backend("namespaces", limits, Path(scratch), f"doctor{os.getpid()}")
+        run_id = f"doctor{os.getpid()}"
+        backend = await open_backend("auto", limits, Path(scratch), run_id, allow_weak=True)
         try:
             warnings = getattr(backend, "warnings", ())
-            return "; ".join(["isolated commands work", *warnings])
+            return "; ".join([f"isolated commands work ({backend.name})", *warnings])
         finally:
             await backend.close()
 

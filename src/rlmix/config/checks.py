@@ -177,6 +177,27 @@ def _check_sessions(config: TrainConfig) -> Iterator[Problem]:
             what="got 'unisolated', which runs a model's commands with your rights",
             hint="set sandbox.allow_unisolated=true if that is what you want",
         )
+    is_bundled = config.tasks.source in names.BUNDLED_SOURCES
+    if sandbox.backend == "weak" and not (
+        is_bundled if sandbox.allow_weak is None else sandbox.allow_weak
+    ):
+        yield Problem(
+            where="sandbox.backend",
+            what=f"got 'weak' for tasks.source={config.tasks.source}, whose code is not ours",
+            hint="set sandbox.allow_weak=true if Landlock is enough for you",
+        )
+    if sandbox.backend in names.CONTAINER_BACKENDS and sandbox.image is None:
+        yield Problem(
+            where="sandbox.image",
+            what=f"got null, and sandbox.backend={sandbox.backend} starts an image",
+            hint="name one that has bash, git and this Python",
+        )
+    if sandbox.backend == "remote" and not sandbox.servers:
+        yield Problem(
+            where="sandbox.servers",
+            what="got an empty list, and sandbox.backend=remote asks servers",
+            hint="start `python -m rlmix.sandbox.server` and list its URL",
+        )
     if session.max_turn_tokens >= session.max_context_tokens:
         yield Problem(
             where="session.max_turn_tokens",

@@ -31,7 +31,13 @@ PLANNED_SOURCES = ("mimo",)
 PLANNED_BENCHMARKS = ("swe_bench_pro_v2",)
 """The same of benchmarks."""
 EVAL_SUBSETS = ("all", "hard", "all+hard")
-SANDBOX_BACKENDS = ("namespaces", "unisolated")
+SANDBOX_BACKENDS = (
+    *("auto", "namespaces", "weak", "docker", "podman", "apptainer", "remote", "unisolated"),
+)
+CONTAINER_BACKENDS = ("docker", "podman", "apptainer")
+"""Those that start an image."""
+BUNDLED_SOURCES = ("generated",)
+"""Tasks whose code came with rlmix; weak isolation is enough for them."""
 ROUTER_POLICIES = ("shortest_delay", "least_sessions")
 ROUTER_SPEEDS = ("prior", "observed")
 PAUSE_MODES = ("in_place", "retract", "abort")

@@ -74,6 +74,11 @@ VERSION = Rule(
     allowed='use text such as "9.0"', accepts=lambda v: re.fullmatch(r"\d+\.\d+", v) is not None
 )
 
+SERVERS = Rule(
+    allowed="use a list of addresses such as http://10.0.0.7:7070, without a path",
+    accepts=lambda v: all(re.fullmatch(r"https?://[^/\s@]+/?", one) is not None for one in v),
+)
+
 RULES: dict[str, Rule] = {
     "run.name": or_null(FILE_NAME),
     "run.dir": TEXT,
@@ -83,6 +88,9 @@ RULES: dict[str, Rule] = {
     "tasks.limit": or_null(at_least(1)),
     "tasks.seed": at_least(0),
     "sandbox.backend": one_of(names.SANDBOX_BACKENDS),
+    "sandbox.image": or_null(TEXT),
+    "sandbox.servers": SERVERS,
+    "sandbox.cpus": or_null(above(0)),
     "sandbox.command_timeout_s": above(0),
     "sandbox.memory_mib": at_least(64),
     "sandbox.pids": at_least(8),

@@ -16,6 +16,10 @@ NUM_VERDICTS = 4
 """At once in one worker. With fewer, sessions pile up before the verdict, engines run with small
 batches meanwhile, and small batches cost more per token."""
 
+LEASE_MARGIN_S = 300.0
+"""Longer than a session: recording its diff, and a verdict that waits for its turn."""
+BUNDLED_SOURCES = ("generated",)
+"""Tasks whose code came with rlmix; a test holds this equal to `config.names`."""
 VERDICT_TIMEOUT_S = 20.0
 """For the hidden tests of one task, which take about 0.05 s; a longer run is the agent's doing."""
 
@@ -82,8 +86,17 @@ def worker_spec(
             disk_mib=sandbox.disk_mib,
             output_chars=sandbox.output_chars,
             command_timeout_s=sandbox.command_timeout_s,
+            cpus=sandbox.cpus,
+            lease_s=config.session.time_limit_s + LEASE_MARGIN_S,
         ),
+        sandbox_image=sandbox.image,
+        sandbox_servers=tuple(sandbox.servers),
         scratch_dir=str(scratch),
+        allow_weak=(
+            config.tasks.source in BUNDLED_SOURCES
+            if sandbox.allow_weak is None
+            else sandbox.allow_weak
+        ),
         allow_unisolated=sandbox.allow_unisolated,
         num_verdicts=NUM_VERDICTS,
         verdict_timeout_s=VERDICT_TIMEOUT_S,

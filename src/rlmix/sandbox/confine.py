@@ -10,6 +10,7 @@ import ctypes
 import os
 import resource
 import signal
+import stat
 import struct
 import time
 
@@ -20,6 +21,8 @@ SECCOMP_MODE_FILTER = 2
 SYS_CAPSET = {"x86_64": 126, "aarch64": 91, "riscv64": 91}
 SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 444, 445, 446
 LANDLOCK_RULE_PATH = 1
+FILE_RIGHTS = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
+"""Run, write, read, cut, talk to a device."""
 _END_S = 5.0
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -66,9 +69,7 @@ def drop_rights() -> None:
     """Give up every capability for good, as bubblewrap's own child does."""
     no_new_rights()
     check(libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "ambient capabilities")
-    for number in range(64):
-        if libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0) != 0:
-            break
+    bound_capabilities()
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     nothing = (ctypes.c_uint32 * 6)()
     number = SYS_CAPSET[os.uname().machine]
@@ -76,8 +77,23 @@ def drop_rights() -> None:
     check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "dumpable")
 
 
+def bound_capabilities() -> None:
+    """No program can hand out a capability from here on; only a process with rights can say so."""
+    for number in range(64):
+        if libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0) != 0:
+            break
+
+
 def no_new_rights() -> None:
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+
+
+def name_process(program: bytes, placeholder: int, pid: int) -> bytes:
+    """A filter that protects a process whose number was not known when it was built."""
+    for sign in (1, -1):
+        old, new = (struct.pack("<I", sign * one & 0xFFFFFFFF) for one in (placeholder, pid))
+        program = program.replace(old, new)
+    return program
 
 
 def load_filter(program: bytes) -> None:
@@ -115,6 +131,8 @@ def restrict_files(rules: dict) -> None:
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except FileNotFoundError:
             continue
+        if not stat.S_ISDIR(os.fstat(fd).st_mode):
+            rights &= FILE_RIGHTS  # The others mean something for folders only.
         attributes = struct.pack("=Qi", rights, fd)
         added = libc.syscall(SYS_LANDLOCK_ADD, ruleset, LANDLOCK_RULE_PATH, attributes, 0)
         check(added, f"landlock_add_rule {path}")

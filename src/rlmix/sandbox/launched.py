@@ -7,6 +7,7 @@ Invariant: `close` leaves no process and no folder, however many sandboxes were 
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 
 from rlmix.core.errors import SandboxError
@@ -18,7 +19,7 @@ from rlmix.sandbox.protocol import SandboxLimits, Template
 from rlmix.sandbox.reap import remove_tree, write_group_list
 from rlmix.sandbox.repository import RepositoryTemplate, TemplateStore
 from rlmix.sandbox.session import ShellSandbox
-from rlmix.sandbox.shell import write_static
+from rlmix.sandbox.shell import StaticOptions, write_static
 from rlmix.sandbox.uids import UidPool, UidRange
 
 MAX_LAUNCHES = 5
@@ -59,6 +60,17 @@ class LaunchedBackend(ABC):
     ) -> Placement:
         """How one sandbox of `template` is started under `uid`, counted by `group`."""
 
+    def _make_sandbox(self, placement: Placement, on_end: Callable[[], None]) -> ShellSandbox:
+        return ShellSandbox(self._link, placement, self._limits, on_end=on_end)
+
+    @property
+    def _static_options(self) -> StaticOptions:
+        """How this backend's first process differs from the others'."""
+        return StaticOptions(interpreter=interpreter())
+
+    def _on_start(self, sandbox: ShellSandbox, placement: Placement) -> None:  # noqa: B027
+        """A sandbox is ready."""
+
     def _clean(self, placement: Placement) -> None:  # noqa: B027  (most have nothing to do)
         """Remove what one ended sandbox left on this machine."""
 
@@ -81,7 +93,7 @@ class LaunchedBackend(ABC):
         write_static(
             self._folder / "static",
             inside=inside,
-            interpreter=interpreter(),
+            options=self._static_options,
             limits=self._limits,
             stop=self._stop,
             has_pids_limit=has_pids_limit,
@@ -124,13 +136,14 @@ class LaunchedBackend(ABC):
             self._sandboxes.discard(sandbox)
             self._clean(placement)
 
-        sandbox = ShellSandbox(self._link, placement, self._limits, on_end=on_end)
+        sandbox = self._make_sandbox(placement, on_end)
         self._sandboxes.add(sandbox)
         try:
             await sandbox.start()
         except BaseException:
             await sandbox.destroy()
             raise
+        self._on_start(sandbox, placement)
         return sandbox
 
     @property

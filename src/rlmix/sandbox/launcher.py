@@ -32,6 +32,8 @@ NUM_RESERVED_FDS = 10
 CONTROL_FD = 3
 FILTER_FD = 4
 """Where bubblewrap is told to read the system call filter."""
+SUPERVISOR = 0x7FFFFFF1
+"""As in seccomp.py: stands in a filter for a supervisor whose number the worker cannot know."""
 EXIT_CANNOT_START = 71
 """Exit status of a child that failed before it ran anything of the agent's."""
 
@@ -120,6 +122,7 @@ def give_up(request: dict) -> None:
     each other."""
     supervisor = os.getppid()
     confine.become_subreaper()
+    confine.bound_capabilities()
     confine.take_uid(request["uid"])
     confine.die_with_parent()
     confine.set_limits(request["limits"])
@@ -127,7 +130,7 @@ def give_up(request: dict) -> None:
     confine.restrict_files(request["rules"])
     if request["is_contained"]:
         confine.must_not_signal(supervisor)
-    confine.load_filter(request["filter"])
+    confine.load_filter(confine.name_process(request["filter"], SUPERVISOR, supervisor))
 
 
 def supervised(action) -> int:

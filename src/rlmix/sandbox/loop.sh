@@ -1,10 +1,10 @@
 # Body of a sandbox's first process; shell.py writes the settings in front of it.
 #
 # It copies the repository in, then serves requests from descriptor 3, one at a time: a verb and a
-# text, each ended by NUL. Each answer is one line there: exit status, and 1 when `submit` ran.
+# text, each ended by NUL. Each answer is one line there (or on 4): exit status, and 1 when `submit` ran.
 # The commands' own output goes to descriptor 1 and never to 3.
 
-export PATH="$static/bin:/usr/local/bin:/usr/bin:/bin" HOME="$home" TMPDIR="$home"
+export PATH="$static/bin:$path" HOME="$home" TMPDIR="$home"
 export LANG=C.UTF-8 TERM=dumb NO_COLOR=1 PAGER=cat GIT_PAGER=cat
 export GIT_TERMINAL_PROMPT=0 GIT_OPTIONAL_LOCKS=0 GIT_CONFIG_NOSYSTEM=1
 export GIT_AUTHOR_NAME=agent GIT_AUTHOR_EMAIL=agent@localhost
@@ -89,7 +89,7 @@ cd "$repo" || exit
 interrupted= number=0 child=
 trap 'interrupted=1; stop' USR1
 trap 'interrupted=1' INT
-printf 'ready\n' >&3
+printf 'ready\n' >&"$answers"
 exec 2>/dev/null
 
 while IFS= read -r -d '' -u 3 verb && IFS= read -r -d '' -u 3 text; do
@@ -98,19 +98,19 @@ while IFS= read -r -d '' -u 3 verb && IFS= read -r -d '' -u 3 text; do
   export RLMIX_SUBMIT="$scratch/submitted.$number"
   case $verb in
   run)
-    run "$text" </dev/null 3<&- 2>&1 &
+    run "$text" </dev/null 3<&- 4>&- 2>&1 &
     ;;
   capture)
     stop
-    capture "$text" </dev/null 3<&- &
+    capture "$text" </dev/null 3<&- 4>&- &
     ;;
   errors)
-    head -c 2000 "$scratch/errors" </dev/null 3<&- 2>&1 &
+    head -c 2000 "$scratch/errors" </dev/null 3<&- 4>&- 2>&1 &
     ;;
   esac
   child=$!
   finish
   submitted=0
   [[ -e $RLMIX_SUBMIT ]] && submitted=1
-  printf '%d %d\n' "$status" "$submitted" >&3
+  printf '%d %d\n' "$status" "$submitted" >&"$answers"
 done

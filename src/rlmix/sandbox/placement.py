@@ -38,6 +38,10 @@ class Placement:
     """"Kill everybody" inside reaches nobody outside; tried before it is relied on."""
     is_stdio: bool = False
     """Control on descriptors 0 and 1 and output on 2, for the client of a container engine."""
+    container: str = ""
+    """Its name at a container engine."""
+    settle_s: float = 0.0
+    """How much later than its exit status a command's last output may arrive."""
     limits: dict[str, int] = field(default_factory=dict)
     """Limits that the launcher sets, for processes that no loop sets them for."""
 

@@ -36,6 +36,23 @@ done </proc/net/dev
 true
 """
 
+WEAK_ATTEMPTS = """
+exec 2>/dev/null
+for path in /usr /etc / /dev /tmp /var/tmp "$HOME/../.."; do
+  (: >"$path/rlmix_probe") && echo "wrote:$path" && rm "$path/rlmix_probe"
+done
+for path in "$HOST_FILE" /etc/shadow /etc/hostname; do
+  read -r -N 1 <"$path" && echo "read:$path"
+done
+(: >>"$HOST_FILE") && echo "wrote:host"
+ls / >/dev/null && echo "listed:/"
+unshare -Ur true && echo "namespace:user"
+(exec 5<>/dev/tcp/127.0.0.1/9 || exec 5<>/dev/udp/127.0.0.1/9) && echo "socket:opened"
+: >"$HOME/probe" && mkdir "$HOME/folder" && mv "$HOME/probe" "$HOME/folder/" || echo unwritable
+python -c 'import json, sqlite3' || python -c 'import json' || echo "broken:python"
+true
+"""
+
 
 async def check_isolation(sandbox: Sandbox, *, pid: int, drops_uid: bool, host_file: Path) -> None:
     """Raise SandboxError naming everything that the sandbox failed to keep apart."""
@@ -51,10 +68,28 @@ async def check_isolation(sandbox: Sandbox, *, pid: int, drops_uid: bool, host_f
         raise SandboxError(f"sandbox: isolation is not complete here: {'; '.join(found)}")
 
 
-def outside_faults(pid: int, *, drops_uid: bool) -> list[str]:
+async def check_weak(
+    sandbox: Sandbox, *, pid: int, drops_uid: bool, is_contained: bool, host_file: Path
+) -> None:
+    """The same of a sandbox without namespaces: what it promises, and no more."""
+    found = outside_faults(pid, drops_uid=drops_uid, has_namespaces=False)
+    if found:
+        raise SandboxError(f"sandbox: isolation is not complete here: {'; '.join(found)}")
+    command = WEAK_ATTEMPTS.replace('"$HOST_FILE"', shlex.quote(str(host_file)))
+    if is_contained:
+        command = "kill -0 1 2>/dev/null && echo signal:1\n" + command
+    result = await sandbox.run(command, timeout_s=PROBE_TIMEOUT_S)
+    if result.exit_code != 0:
+        found.append(f"probe ended with {result.exit_code}: {result.output.strip()}")
+    found += result.output.split()
+    if found:
+        raise SandboxError(f"sandbox: isolation is not complete here: {'; '.join(found)}")
+
+
+def outside_faults(pid: int, *, drops_uid: bool, has_namespaces: bool = True) -> list[str]:
     """What the kernel says about process `pid` that a sandboxed process must not be."""
     faults = []
-    for name in NAMESPACES:
+    for name in NAMESPACES if has_namespaces else ():
         if os.readlink(f"/proc/{pid}/ns/{name}") == os.readlink(f"/proc/self/ns/{name}"):
             faults.append(f"shares the {name} namespace")
     status = dict(
@@ -62,11 +97,15 @@ def outside_faults(pid: int, *, drops_uid: bool) -> list[str]:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines()
         if ":\t" in line
     )
-    for name in ("CapEff", "CapPrm", "CapBnd", "CapAmb"):
+    # An ordinary user cannot lower the bounding set, and needs not: nothing raises above it.
+    bounding = ("CapBnd",) if has_namespaces or os.geteuid() == 0 else ()
+    for name in ("CapEff", "CapPrm", *bounding, "CapAmb"):
         if int(status[name], 16) != 0:
             faults.append(f"holds capabilities ({name}={status[name]})")
     if status["NoNewPrivs"] != "1":
         faults.append("may gain privileges (NoNewPrivs=0)")
+    if status.get("Seccomp") != "2":
+        faults.append("has no system call filter")
     if drops_uid and "0" in status["Uid"].split():
         faults.append("runs as root outside")
     return faults

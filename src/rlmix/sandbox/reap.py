@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import stat
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,6 +18,10 @@ from rlmix.sandbox.cgroups import remove_groups
 from rlmix.sandbox.link import RUN_MARK
 
 GROUP_LIST = "groups"
+ENGINE_LIST = "engine"
+"""In a worker's folder: the client of the container engine it used."""
+RUN_LABEL = "rlmix.run"
+ENGINE_TIMEOUT_S = 60.0
 
 
 def marked_processes(name: str, value: str) -> list[int]:
@@ -52,8 +57,38 @@ def reap(run_id: str, scratch_dir: Path) -> int:
     for listed in folder.glob(f"*/{GROUP_LIST}"):
         for line in listed.read_text().splitlines():
             num_in_groups += remove_groups(Path(line))
+    programs = {path.read_text().strip() for path in folder.glob(f"*/{ENGINE_LIST}")}
+    num_containers = sum(remove_containers(program, run_id) for program in programs)
     remove_tree(folder)
-    return len(pids) + num_in_groups
+    return len(pids) + num_in_groups + num_containers
+
+
+def remove_containers(program: str, run_id: str) -> int:
+    """Remove the run's containers through the engine's client `program`; returns how many."""
+    filters = ["--filter", f"label={RUN_LABEL}={run_id}"]
+    try:
+        listed = subprocess.run(
+            [program, "ps", "--all", "--quiet", *filters],
+            capture_output=True,
+            text=True,
+            timeout=ENGINE_TIMEOUT_S,
+            check=True,
+        )
+        names = listed.stdout.split()
+        if names:
+            subprocess.run(
+                [program, "rm", "--force", *names], capture_output=True, timeout=ENGINE_TIMEOUT_S
+            )
+    except (OSError, subprocess.SubprocessError):
+        return 0  # The engine is gone, and its containers' requests ended with their clients.
+    return len(names)
+
+
+def reap_folders(scratch_dir: Path) -> int:
+    """`reap` of every run that has a folder here; for the sole user of `scratch_dir`."""
+    prefix = run_folder(scratch_dir, "").name
+    found = [path.name.removeprefix(prefix) for path in scratch_dir.glob(f"{prefix}*")]
+    return sum(reap(run_id, scratch_dir) for run_id in found)
 
 
 def write_group_list(folder: Path, groups: Iterable[Path]) -> None:

@@ -22,6 +22,8 @@ EPERM, EAFNOSUPPORT, ENOSYS = 1, 97, 38
 _LOAD_WORD, _AND, _RETURN = 0x20, 0x54, 0x06
 _JUMP_EQUAL, _JUMP_GREATER, _JUMP_AT_LEAST = 0x15, 0x25, 0x35
 _AT_NUMBER, _AT_ARCH = 0, 4
+SUPERVISOR = 0x7FFFFFF1
+"""A protected process that is not there yet; its maker puts the number in. Above any real one."""
 X32_BIT = 0x40000000
 NEWEST_KNOWN = 469
 """`file_setattr`, Linux 6.17: later calls have not been looked at."""

@@ -58,6 +58,8 @@ class _Call:
     room_bytes: int
     timed_out: bool = False
     flooded: bool = False
+    stop_note: str = ""
+    """Why somebody else stopped the command."""
 
 
 class ShellSandbox:
@@ -131,6 +133,12 @@ class ShellSandbox:
         """Kill every process now; does not wait."""
         self._killed_by_us = True
         self._signal(signal.SIGKILL)
+
+    def stop(self, why: str) -> None:
+        """End every process but the first one, and the command with the words `why`."""
+        if self._call is not None:
+            self._call.stop_note = why
+        self._stop_politely()
 
     def _signal(self, number: int) -> None:
         if self._pidfd >= 0 and not self._ended.done():
@@ -272,6 +280,8 @@ class ShellSandbox:
             if self._control is not None:
                 self._loop.remove_reader(self._output_fd)
         if not call.flooded:
+            if self._place.settle_s and answer is not None:
+                await asyncio.sleep(self._place.settle_s)
             self._drain(sink)
         if answer is None:
             self._check_infrastructure()
@@ -325,6 +335,8 @@ class ShellSandbox:
         elif call.timed_out:
             status = EXIT_TIMED_OUT
             output = _with_note(output, f"stopped after {limit_s:g} s; use & for long work")
+        elif call.stop_note:
+            output = _with_note(output, f"stopped: {call.stop_note}")
         elif call.flooded:
             output = _with_note(output, f"stopped after {MAX_STREAM_BYTES >> 20} MiB of output")
         oom = status == EXIT_KILLED and not call.flooded and self._ran_out_of_memory()
@@ -368,13 +380,17 @@ class ShellSandbox:
     async def run_python(
         self, code: CodeType, data: dict[str, object], timeout_s: float
     ) -> PythonResult:
+        return await self.run_payload(marshal.dumps((marshal.dumps(code), data)), timeout_s)
+
+    async def run_payload(self, payload: bytes, timeout_s: float) -> PythonResult:
+        """`run_python` for a program that is bytes already: marshalled (code, data)."""
         if self._ended.done():
             self._check_infrastructure()
         self._num_commands += 1
         return await run_forked(
             self._link,
             self._place.python_request(self._limits, pid=self.pid, timeout_s=timeout_s),
-            payload=marshal.dumps((marshal.dumps(code), data)),
+            payload=payload,
             timeout_s=timeout_s,
             output_chars=self._limits.output_chars,
             kill_sandbox=self.kill,

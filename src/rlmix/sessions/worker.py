@@ -35,6 +35,10 @@ class WorkerSpec:
     sandbox_limits: SandboxLimits
     scratch_dir: str
     allow_unisolated: bool
+    allow_weak: bool = False
+    """`auto` may take weak isolation where namespaces are forbidden."""
+    sandbox_image: str | None = None
+    sandbox_servers: tuple[str, ...] = ()
     num_verdicts: int
     """Verdicts at once; they are pure CPU, so about the number of cores."""
     verdict_timeout_s: float
@@ -84,6 +88,9 @@ class TaskWorker:
                     spec.sandbox_limits,
                     Path(spec.scratch_dir),
                     spec.run_id,
+                    image=spec.sandbox_image,
+                    servers=spec.sandbox_servers,
+                    allow_weak=spec.allow_weak,
                     allow_unisolated=spec.allow_unisolated,
                 )
         return WorkerInfo(

@@ -124,6 +124,21 @@ def test_unisolated_sandboxes_need_to_be_allowed_by_name() -> None:
     assert broken(sandbox__backend="unisolated", sandbox__allow_unisolated=True) == []
 
 
+def test_weak_sandboxes_are_for_the_bundled_tasks_unless_allowed() -> None:
+    assert broken(sandbox__backend="weak") == []
+    (line,) = broken(sandbox__backend="weak", sandbox__allow_weak=False)
+    assert "set sandbox.allow_weak=true" in line
+
+
+def test_engines_need_an_image_and_remote_needs_servers() -> None:
+    (line,) = broken(sandbox__backend="podman")
+    assert line.startswith("sandbox.image: got null, and sandbox.backend=podman starts an image")
+    assert broken(sandbox__backend="podman", sandbox__image="python:3.11") == []
+    (line,) = broken(sandbox__backend="remote")
+    assert line.startswith("sandbox.servers: got an empty list")
+    assert broken(sandbox__backend="remote", sandbox__servers=["http://10.0.0.7:7070"]) == []
+
+
 def test_a_run_needs_a_pool_and_a_replica() -> None:
     config = copy.deepcopy(sound_config())
     for pool in config.pools.values():

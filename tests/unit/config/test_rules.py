@@ -40,6 +40,8 @@ def test_every_key_but_switches_has_a_rule_and_every_rule_has_a_key() -> None:
         ("tasks.limit", [None, 1], [0]),
         ("run.name", [None, "x", "2026-08.29_a"], ["", "../x", ".hidden", "a b", "a" * 101]),
         ("run.dir", ["runs"], ["", "  "]),
+        ("sandbox.servers", [[], ["http://10.0.0.7:7070"]], [["10.0.0.7:7070"], ["http://a/b"]]),
+        ("sandbox.cpus", [None, 0.5], [0]),
         ("net.bind", ["127.0.0.1", "::1"], ["localhost", "127.0.0.1:80"]),
         ("accelerators.*.compute_capability", ["9.0", "10.3", None], ["9", "sm90"]),
         ("pools.*.usd_per_hour", [None, 0, 2.5], [-1]),
@@ -59,10 +61,12 @@ def test_known_names_are_those_that_the_rooms_implement() -> None:
     from rlmix.algos.losses import AVERAGES
     from rlmix.algos.sequence_masks import SEQUENCE_MASKS
     from rlmix.engine.embedded import profile
+    from rlmix.loop.specs import BUNDLED_SOURCES
     from rlmix.numerics.view_spec import VIEWS
     from rlmix.observe.sinks import SINKS
     from rlmix.router.strategies import STRATEGIES
-    from rlmix.sandbox.backend import BACKENDS
+    from rlmix.sandbox.backend import AUTO, BACKENDS
+    from rlmix.sandbox.containers import ENGINES
     from rlmix.tasks.source import SOURCES
 
     assert set(names.SCALES) == set(SCALES)
@@ -79,7 +83,9 @@ def test_known_names_are_those_that_the_rooms_implement() -> None:
     assert set(names.EMULATED) == set(profile.KERNELS) - {"cpu"}
     assert set(SINKS) == {"tensorboard", "wandb", "mlflow"}
     assert set(names.ROUTER_POLICIES) == set(STRATEGIES)
-    assert set(names.SANDBOX_BACKENDS) == set(BACKENDS)
+    assert set(names.SANDBOX_BACKENDS) == {AUTO, *BACKENDS}
+    assert set(names.CONTAINER_BACKENDS) == set(ENGINES)
+    assert names.BUNDLED_SOURCES == BUNDLED_SOURCES
     assert set(names.TASK_SOURCES) == set(SOURCES)
 
 

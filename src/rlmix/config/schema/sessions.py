@@ -14,12 +14,20 @@ class TasksConfig:
 @dataclass(kw_only=True, slots=True)
 class SandboxConfig:
     backend: str
+    image: str | None
+    """What a container engine starts."""
+    servers: list[str]
+    """URLs of sandbox servers, for `remote`."""
     command_timeout_s: float
     memory_mib: int
     pids: int
+    cpus: float | None
+    """Cores of one sandbox; None: all there are."""
     disk_mib: int
     output_chars: int
     """Characters of a command's output that the model sees."""
+    allow_weak: bool | None
+    """Take weak isolation where namespaces are forbidden; None: for the bundled tasks."""
     allow_unisolated: bool
     """Run commands without isolation where namespaces are forbidden."""
 
