@@ -1,0 +1,1 @@
+"""Readers of public task sets: local files in, one record per task out. One file per family."""

@@ -1,0 +1,219 @@
+"""Harbor task folders: `task.toml`, `instruction.md`, `tests/`, `solution/`, `environment/`.
+
+Two kinds of tests are read. A folder in the layout of SWE-bench Pro V2 has `tests/config.json` with
+lists of names, `run_script.sh` and `parser.py`; any other one has `tests/test.sh`, whose exit code
+and reward file decide, so its rewards are weak.
+"""
+
+import json
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlmix.core.errors import DataError
+from rlmix.tasks.record import (
+    Base,
+    GoldRecord,
+    HiddenRecord,
+    ImageRef,
+    Limits,
+    SourceTask,
+    TaskRecord,
+)
+from rlmix.tasks.sources.patches import is_diff, language_of, paths_in
+from rlmix.tasks.sources.rows import Row
+
+NEEDED = ("instruction.md", "task.toml")
+WORKDIR = "/app"
+MIB = {"M": 1, "G": 1024, "T": 1024 * 1024}
+
+
+def task_folders(path: Path) -> list[Path]:
+    """Folders below `path` with a `task.toml`, sorted by name.
+
+    Raises:
+        DataError: there is none.
+    """
+    found = sorted(file.parent for file in path.rglob("task.toml"))
+    if not found:
+        raise DataError(f"tasks.path={path}: no folder there holds a task.toml (Harbor layout)")
+    return found
+
+
+def folder_rows(path: Path) -> Iterator[tuple[Path, Row]]:
+    """One row per task folder; its columns are the files, by relative path."""
+    for folder in task_folders(path):
+        row = Row(file=str(folder), number=0, values={}, task_id=folder.name)
+        for file in sorted(folder.rglob("*")):
+            if not file.is_file() or file.is_symlink():
+                continue
+            name = file.relative_to(folder).as_posix()
+            try:
+                with file.open(encoding="utf-8", newline="") as stream:
+                    row.values[name] = stream.read()
+            except UnicodeDecodeError:
+                row.values[name] = file.read_bytes()
+        yield folder, row
+
+
+def read_harbor(row: Row, *, source: str, revision: str) -> SourceTask | None:
+    for name in NEEDED:
+        row.text(name)
+    settings = _settings(row)
+    patch = row.text("tests/test_patch.patch", needed=False)
+    gold = row.text("solution/gold_patch.diff", needed=False)
+    for column, diff in (("tests/test_patch.patch", patch), ("solution/gold_patch.diff", gold)):
+        if diff.strip() and not is_diff(diff):
+            row.refuse(column, "holds no git diff")
+    config = _config(row)
+    hidden = _pro(row, config, patch) if config is not None else _plain(row, patch)
+    image = _text(settings, "environment", "docker_image") or _from_dockerfile(row)
+    if row.problems or hidden is None:
+        return None
+    return SourceTask(
+        public=TaskRecord(
+            task_id=row.task_id,
+            source=source,
+            revision=revision,
+            repository=str((config or {}).get("repo", "")),
+            language=language_of(paths_in(gold) or paths_in(patch)),
+            prompt=row.values["instruction.md"],
+            image=ImageRef(ref=image) if image else None,
+            workdir=_workdir(row),
+            base=Base(kind="tree"),
+            limits=_limits(settings),
+        ),
+        hidden=hidden,
+        gold=GoldRecord(task_id=row.task_id, patch=gold) if gold.strip() else None,
+    )
+
+
+def _settings(row: Row) -> dict[str, Any]:
+    text = row.values.get("task.toml")
+    try:
+        return tomllib.loads(text) if isinstance(text, str) else {}
+    except tomllib.TOMLDecodeError as error:
+        row.refuse("task.toml", f"no valid TOML: {error}")
+        return {}
+
+
+def _config(row: Row) -> dict[str, Any] | None:
+    if "tests/config.json" not in row.values:
+        return None
+    try:
+        config = json.loads(row.values["tests/config.json"])
+    except (ValueError, TypeError) as error:
+        row.refuse("tests/config.json", f"no valid JSON: {error}")
+        return {}
+    if not isinstance(config, dict):
+        row.refuse("tests/config.json", "not an object")
+        return {}
+    return config
+
+
+def _pro(row: Row, config: dict[str, Any], patch: str) -> HiddenRecord:
+    """The layout of SWE-bench Pro V2: lists may be JSON or Python literals."""
+    inner = Row(row.file, row.number, config, row.task_id, row.problems)
+    required = inner.names("fail_to_pass" if "fail_to_pass" in config else "FAIL_TO_PASS")
+    kept_name = "pass_to_pass" if "pass_to_pass" in config else "PASS_TO_PASS"
+    kept = inner.names(kept_name, needed=False) if kept_name in config else ()
+    selected = (
+        inner.names("selected_test_files_to_run", needed=False)
+        if "selected_test_files_to_run" in config
+        else ()
+    )
+    row.text("tests/run_script.sh")
+    row.text("tests/parser.py")
+    return pro_hidden(
+        row.task_id,
+        run_script=row.values.get("tests/run_script.sh", ""),
+        parser=row.values.get("tests/parser.py", ""),
+        selected=selected,
+        patch=patch,
+        required=required,
+        kept=kept,
+    )
+
+
+def pro_hidden(
+    task_id: str,
+    *,
+    run_script: str,
+    parser: str,
+    selected: tuple[str, ...],
+    patch: str,
+    required: tuple[str, ...],
+    kept: tuple[str, ...],
+) -> HiddenRecord:
+    """Both editions of SWE-bench Pro: a script prints, a parser of the same instance reads."""
+    return HiddenRecord(
+        task_id=task_id,
+        test_command=",".join(selected),
+        runner="pro",
+        hidden_patch=patch,
+        files={"run_script.sh": run_script, "parser.py": parser},
+        fail_to_pass=required,
+        pass_to_pass=kept,
+        image_paths=("/logs", "/tests", "/solution"),
+    )
+
+
+def _plain(row: Row, patch: str) -> HiddenRecord | None:
+    row.text("tests/test.sh")
+    files = {
+        f"/{name}": text
+        for name, text in row.values.items()
+        if name.startswith("tests/") and isinstance(text, str)
+    }
+    return HiddenRecord(
+        task_id=row.task_id,
+        test_command="bash /tests/test.sh",
+        hidden_patch=patch,
+        files=files,
+        image_paths=("/logs", "/tests", "/solution"),
+    )
+
+
+def _limits(settings: dict[str, Any]) -> Limits:
+    environment = settings.get("environment", {})
+    return Limits(
+        cpus=float(environment.get("cpus", 0) or 0),
+        memory_mib=_mib(environment, "memory"),
+        disk_mib=_mib(environment, "storage"),
+        agent_s=int(_number(settings, "agent") or Limits().agent_s),
+        verify_s=int(_number(settings, "verifier") or Limits().verify_s),
+    )
+
+
+def _mib(environment: dict[str, Any], name: str) -> int:
+    """`memory_mb = 4096`, or `memory = "4G"` of older schemas."""
+    if isinstance(environment.get(f"{name}_mb"), int):
+        return environment[f"{name}_mb"]
+    text = str(environment.get(name, "")).rstrip("iB")
+    return int(float(text[:-1]) * MIB[text[-1]]) if text[-1:] in MIB else 0
+
+
+def _number(settings: dict[str, Any], part: str) -> float:
+    value = settings.get(part, {}).get("timeout_sec", 0)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _text(settings: dict[str, Any], part: str, name: str) -> str:
+    value = settings.get(part, {}).get(name, "")
+    return value if isinstance(value, str) else ""
+
+
+def _dockerfile(row: Row) -> list[str]:
+    text = row.values.get("environment/Dockerfile", "")
+    return [line.strip() for line in text.split("\n")] if isinstance(text, str) else []
+
+
+def _from_dockerfile(row: Row) -> str:
+    lines = [line.split() for line in _dockerfile(row) if line.upper().startswith("FROM ")]
+    return lines[-1][1] if lines and len(lines[-1]) > 1 else ""
+
+
+def _workdir(row: Row) -> str:
+    places = [line.split(None, 1)[1] for line in _dockerfile(row) if line.startswith("WORKDIR ")]
+    return places[-1] if places and places[-1].startswith("/") else WORKDIR

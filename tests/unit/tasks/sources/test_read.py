@@ -1,0 +1,300 @@
+"""Each set's schema read into the common record; every bad row named with file, row and column."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from rlmix.core.errors import ConfigError, DataError
+from rlmix.tasks.record import BadRow
+from rlmix.tasks.sources.read import PUBLIC_SETS, ReadSet, read_set
+from rlmix.tasks.sources.rows import names_of
+from tests.unit.tasks.sources import rows
+
+
+def read(tmp_path: Path, name: str, *values: dict[str, Any], suffix: str = "jsonl") -> ReadSet:
+    file = tmp_path / f"data.{suffix}"
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(values)), file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in values))
+    return read_set(name, file, revision="r1")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_swe_bench_lists_may_be_json_or_python_text(tmp_path: Path, suffix: str) -> None:
+    found = read(tmp_path, "swe_bench", rows.SWE_BENCH, suffix=suffix)
+    assert found.bad == ()
+    (task,) = found.tasks
+    assert task.public.prompt == "total() subtracts \u2013 na\u00efve"
+    assert (task.public.base.kind, task.public.base.commit) == ("commit", "a" * 40)
+    assert task.public.image is not None
+    assert task.public.image.ref == "swebench/sweb.eval.x86_64.owner_1776_pack-7:latest"
+    assert (task.public.language, task.public.revision) == ("python", "r1")
+    assert task.hidden.test_command == "python -m pytest -rA --tb=short tests/test_sums.py"
+    assert task.hidden.fail_to_pass == ("tests/test_sums.py::test_adds",)
+    assert task.hidden.pass_to_pass == (
+        "tests/test_sums.py::test_zero",
+        "tests/test_sums.py::test_it's",
+    )
+    assert task.hidden.hidden_patch == rows.TESTS
+    assert task.gold is not None
+    assert (task.gold.patch, task.gold.is_reversed) == (rows.FIX, False)
+
+
+def test_swe_gym_has_lists_and_images_of_its_own(tmp_path: Path) -> None:
+    (task,) = read(tmp_path, "swe_gym", rows.SWE_GYM, suffix="parquet").tasks
+    assert task.public.image is not None
+    assert task.public.image.ref == "xingyaoww/sweb.eval.x86_64.owner_s_pack-7:latest"
+    assert task.hidden.pass_to_pass == ("tests/test_sums.py::test_zero",)
+
+
+def test_the_record_that_a_rollout_sees_holds_neither_fix_nor_tests(tmp_path: Path) -> None:
+    (task,) = read(tmp_path, "swe_bench", rows.SWE_BENCH).tasks
+    seen = repr(task.public)
+    assert "return a + b" not in seen
+    assert "test_adds" not in seen
+
+
+def test_django_names_become_those_of_its_runner(tmp_path: Path) -> None:
+    row = {
+        **rows.SWE_BENCH,
+        "repo": "django/django",
+        "test_patch": rows.TESTS.replace("tests/test_sums.py", "tests/admin_views/tests.py"),
+        "FAIL_TO_PASS": '["test_adds (admin_views.tests.SumTests)"]',
+        "PASS_TO_PASS": "[]",
+    }
+    (task,) = read(tmp_path, "swe_bench", row).tasks
+    assert task.hidden.test_command == (
+        "./tests/runtests.py --verbosity 2 --settings=test_sqlite --parallel 1 admin_views.tests"
+    )
+    assert task.hidden.name_style == "django"
+
+
+def test_swe_rebench_brings_its_own_command(tmp_path: Path) -> None:
+    (task,) = read(tmp_path, "swe_rebench", rows.SWE_REBENCH, suffix="parquet").tasks
+    assert task.hidden.test_command == "go build ./... && go test -v ./..."
+    assert (task.public.workdir, task.hidden.name_style) == ("/pack", "without_timing")
+    assert task.public.image is not None
+    assert task.public.image.ref == "swerebench/owner_pack:7"
+
+
+def test_swe_smith_says_that_its_patch_is_the_bug(tmp_path: Path) -> None:
+    (task,) = read(tmp_path, "swe_smith", rows.SWE_SMITH).tasks
+    assert task.gold is not None
+    assert task.gold.is_reversed
+    assert (task.public.base.kind, task.public.repository) == ("tree", "owner/pack")
+    # Only files with a failing test are run, so only their names are asked for.
+    assert task.hidden.test_command.endswith(" tests/test_sums.py")
+    assert task.hidden.pass_to_pass == ("tests/test_sums.py::test_zero",)
+
+
+def test_r2e_takes_what_is_expected_to_pass_and_hides_what_the_image_holds(tmp_path: Path) -> None:
+    (task,) = read(tmp_path, "r2e_gym", rows.R2E, suffix="parquet").tasks
+    assert task.public.prompt == "total() subtracts"
+    assert task.hidden.fail_to_pass == ("TestSums.test_adds", "test_zero")
+    assert task.hidden.image_paths == ("/r2e_tests", "/testbed/run_tests.sh")
+    assert task.gold is not None
+    assert task.gold.commit == "c" * 40
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_nemotron_holds_a_row_of_another_set_as_text_or_object(
+    tmp_path: Path, as_text: bool
+) -> None:
+    row = json.loads(json.dumps(rows.NEMOTRON))
+    metadata = row["responses_create_params"]["metadata"]
+    if not as_text:
+        metadata["instance_dict"] = json.loads(metadata["instance_dict"])
+    (task,) = read(tmp_path, "nemotron", row).tasks
+    assert task.public.task_id == "owner__pack-7"
+    assert task.public.base.commit == "a" * 40
+
+
+def test_mimo_is_unpacked_from_its_json_text(tmp_path: Path) -> None:
+    (tmp_path / "image-mapping.jsonl").write_text(
+        '{"dataset_image": "other", "dockerhub_image": "hub/other"}\n'
+    )
+    (task,) = read(tmp_path, "mimo", rows.mimo(), suffix="parquet").tasks
+    assert task.public.image is not None
+    assert task.public.image.ref == "xiaomimimo/mimo-v2.6-rl-oss:format-code-task-000123"
+    assert (task.public.workdir, task.public.base.kind) == ("/testbed", "tree")
+    assert (task.public.limits.verify_s, task.public.limits.memory_mib) == (1800, 8192)
+    assert (task.hidden.runner, task.hidden.fail_to_pass, task.gold) == ("pytest", (), None)
+
+
+def test_the_image_of_a_mimo_task_may_come_from_its_mapping(tmp_path: Path) -> None:
+    (tmp_path / "image-mapping.jsonl").write_text(
+        '{"dataset_image": "internal/registry/task:123", "dockerhub_image": "hub/one:2"}\n'
+    )
+    (task,) = read(tmp_path, "mimo", rows.mimo()).tasks
+    assert task.public.image is not None
+    assert task.public.image.ref == "hub/one:2"
+
+
+def pro_scripts(folder: Path) -> None:
+    place = folder / "run_scripts" / rows.PRO_V1["instance_id"]
+    place.mkdir(parents=True)
+    (place / "run_script.sh").write_bytes(rows.RUN_SCRIPT.encode())
+    (place / "parser.py").write_text(rows.PARSER)
+
+
+def test_pro_v1_takes_its_scripts_from_beside_the_data(tmp_path: Path) -> None:
+    pro_scripts(tmp_path)
+    (task,) = read(tmp_path, "swe_bench_pro", rows.PRO_V1, suffix="parquet").tasks
+    assert task.public.prompt == "total() subtracts\n\n- total() adds\n\nNo new interface"
+    assert task.hidden.files["run_script.sh"] == rows.RUN_SCRIPT  # Line ends included.
+    assert task.hidden.fail_to_pass == ("tests/test_sums.py::test_adds",)
+    assert task.hidden.pass_to_pass == ()
+    assert task.hidden.test_command == "tests/test_sums.py"
+    assert task.gold is not None
+    assert task.gold.commit == "d" * 40
+    assert task.public.image is not None
+    assert task.public.image.ref == "jefzda/sweap-images:owner.app-d"
+
+
+def test_pro_v1_without_its_scripts_names_the_missing_file(tmp_path: Path) -> None:
+    found = read(tmp_path, "swe_bench_pro", rows.PRO_V1)
+    assert found.tasks == ()
+    assert "run_script.sh; the scripts lie beside the data" in found.bad[0].sentence()
+
+
+def harbor(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        file = folder / "one" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(text.encode())
+    return folder
+
+
+def test_a_folder_of_pro_v2_is_a_task(tmp_path: Path) -> None:
+    (task,) = read_set("swe_bench_pro_v2", harbor(tmp_path, rows.PRO_V2_FILES)).tasks
+    assert (task.public.task_id, task.public.repository) == ("one", "owner/app")
+    limits = task.public.limits
+    assert (limits.cpus, limits.memory_mib, limits.disk_mib) == (1.0, 4096, 10240)
+    assert (limits.agent_s, limits.verify_s) == (3000, 3000)
+    assert (task.public.workdir, task.hidden.runner) == ("/testbed", "pro")
+    assert task.hidden.fail_to_pass == ("tests/test_sums.py::test_adds",)
+    assert task.gold is not None
+
+
+def test_a_plain_harbor_folder_rests_on_its_script(tmp_path: Path) -> None:
+    files = {k: v for k, v in rows.PRO_V2_FILES.items() if k != "tests/config.json"}
+    files["task.toml"] = 'version = "1.0"\n[environment]\nmemory = "2G"\nstorage = "10G"\n'
+    (task,) = read_set("harbor", harbor(tmp_path, files)).tasks
+    assert task.hidden.test_command == "bash /tests/test.sh"
+    assert "/tests/test.sh" in task.hidden.files
+    assert task.public.limits.memory_mib == 2048
+    assert task.public.image is not None
+    assert task.public.image.ref == "ghcr.io/owner/pro:one"
+
+
+BAD: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("swe_bench", {"repo": None}, ["repo: missing"]),
+    ("swe_bench", {"problem_statement": "  "}, ["problem_statement: empty"]),
+    ("swe_bench", {"base_commit": "main"}, ["base_commit: 'main' is no commit id"]),
+    ("swe_bench", {"FAIL_TO_PASS": "[]"}, ["FAIL_TO_PASS: an empty list"]),
+    ("swe_bench", {"FAIL_TO_PASS": "__import__('os')"}, ["FAIL_TO_PASS: neither a JSON nor a"]),
+    ("swe_bench", {"FAIL_TO_PASS": "[1, 2]"}, ["FAIL_TO_PASS: not a list of texts"]),
+    ("swe_bench", {"patch": "just words"}, ["patch: holds no git diff"]),
+    ("swe_bench", {"repo": "sympy/sympy"}, ["repo: nobody reads its runner bin/test"]),
+    ("swe_bench", {"repo": 3, "patch": 4}, ["repo: a int, not a text", "patch: a int"]),
+    ("swe_rebench", {"install_config": {"test_cmd": "make check"}}, ["install_config: nobody"]),
+    ("swe_smith", {"FAIL_TO_PASS": ["TestX"]}, ["FAIL_TO_PASS: 'TestX' is no pytest id"]),
+    ("swe_smith", {"patch": rows.TESTS}, ["patch: the bug lies in tests/test_sums.py"]),
+    ("r2e_gym", {"expected_output_json": "{"}, ["expected_output_json: no valid JSON"]),
+    ("r2e_gym", {"expected_output_json": '{"a": "FAILED"}'}, ["no test is expected to pass"]),
+]  # fmt: skip
+GOOD = {
+    "swe_bench": rows.SWE_BENCH,
+    "swe_rebench": rows.SWE_REBENCH,
+    "swe_smith": rows.SWE_SMITH,
+    "r2e_gym": rows.R2E,
+}
+
+
+@pytest.mark.parametrize(("name", "changes", "said"), BAD)
+def test_a_bad_row_is_named_with_every_problem(
+    tmp_path: Path, name: str, changes: dict[str, Any], said: list[str]
+) -> None:
+    found = read(tmp_path, name, GOOD[name], {**GOOD[name], **changes, "extra": 1})
+    assert len(found.tasks) == 1
+    sentences = [bad.sentence() for bad in found.bad]
+    assert len(sentences) >= len(said)
+    for part in said:
+        assert any(part in sentence and "data.jsonl, row 1" in sentence for sentence in sentences)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"verifier_timeout_sec": "1800"}, "verifier_timeout_sec: '1800' is no whole number"),
+        ({"verifier_timeout_sec": True}, "verifier_timeout_sec: True is no whole number"),
+        ({"cwd": "testbed"}, "cwd: 'testbed' is no absolute path"),
+        ({"dataset_type": "webdev"}, "dataset_type: 'webdev'; allowed: opensource-code"),
+        ({"test_command": ""}, "test_command: empty"),
+    ],
+)
+def test_a_bad_mimo_instance_is_named(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    (bad,) = read(tmp_path, "mimo", rows.mimo(**changes)).bad
+    assert said in bad.sentence()
+    assert bad.task_id == "format-code-task-000123"
+
+
+def test_an_id_that_comes_twice_is_refused_the_second_time(tmp_path: Path) -> None:
+    found = read(tmp_path, "swe_bench", rows.SWE_BENCH, rows.SWE_BENCH)
+    assert len(found.tasks) == 1
+    assert found.bad == (
+        BadRow(
+            file=str(tmp_path / "data.jsonl"),
+            row=1,
+            column="instance_id",
+            problem=f"also in {tmp_path / 'data.jsonl'}, row 0",
+            task_id="owner__pack-7",
+        ),
+    )
+    assert found.num_rows == 2
+
+
+def test_a_broken_file_says_where(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"a": 1}\n{"a":\n')
+    with pytest.raises(DataError, match=r"data\.jsonl, row 1: no valid JSON"):
+        read_set("swe_bench", tmp_path)
+    (tmp_path / "data.jsonl").rename(tmp_path / "data.parquet")
+    with pytest.raises(DataError, match=r"data\.parquet: cannot be read as parquet"):
+        read_set("swe_bench", tmp_path)
+
+
+def test_an_empty_place_and_an_unknown_set_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no data there; allowed: a file ending in \.parquet"):
+        read_set("swe_bench", tmp_path)
+    with pytest.raises(DataError, match=r"holds a task\.toml"):
+        read_set("harbor", tmp_path)
+    (tmp_path / "x.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"tasks.source='swebench'; allowed: harbor, mimo"):
+        read_set("swebench", tmp_path)
+    assert len(PUBLIC_SETS) == 10
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ('["a", "b"]', ("a", "b")),
+        ("['a', \"it's\"]", ("a", "it's")),
+        (["a", "a"], ("a",)),
+        (None, ()),
+        ("[]", ()),
+        ("null", ()),
+    ],
+)
+def test_names_are_decoded(value: Any, names: tuple[str, ...]) -> None:
+    assert names_of(value) == names
+
+
+@pytest.mark.parametrize("value", ["a", "[a]", "{'a': 1}", "['a', 1]", "[" * 5000, 7, "f'{x}'"])
+def test_what_is_no_list_of_texts_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"neither a JSON nor a Python list|not a list of texts"):
+        names_of(value)
