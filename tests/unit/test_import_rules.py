@@ -34,7 +34,7 @@ ALLOWED: dict[str, str] = {
     "tasks": "core sandbox",
     "model": "core",
     "engine": "core numerics observe model",
-    "router": "core observe engine.protocol",
+    "router": "core observe engine.protocol engine.arguments model.bundle",
     "sessions": "core engine sandbox tasks model",
     "pools": "core observe plan engine router.client launch.process launch.handle weights.store",
     "batch": "core algos",

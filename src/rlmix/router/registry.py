@@ -1,129 +1,72 @@
-"""The replicas that the router knows, what is under way on each, and who waits for a place.
+"""The replicas that the router knows, and the queue in front of them.
 
-Who fills the queue of waiters: requests of new (or moved) sessions that no replica can take now.
-What unblocks it: a replica that becomes ready or newer, and every answer, which frees a place.
+Who fills the queue: requests of new (or moved) sessions that no replica can take now. What unblocks
+it: a replica that becomes ready or newer, and every answer, which frees a place.
 
 Invariant: a place is taken before a connection is made, in the same step that chose the replica,
 so that a burst of new sessions sees its own members and spreads.
 """
 
 import asyncio
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Callable, Mapping
 
+from rlmix.router.groups import GroupTable
+from rlmix.router.states import HealthRules, ReplicaState
+from rlmix.router.step_model import bounded, common_scale
 from rlmix.router.strategies import (
+    Ask,
     Refusal,
-    ReplicaState,
-    SpeedObservation,
     Strategy,
+    Weights,
     choose_replica,
-    refine_speeds,
+    expected_delay_s,
+    fits,
+    may_serve_view,
+    rank,
+    should_move,
 )
+from rlmix.router.upstream import ReplicaRecord, Upstream
+from rlmix.router.waiting import Waiter, WaitingRoom
 
-RATE_MEMORY_TURNS = 64
-"""The observed rate is an exponential mean with about this memory: it follows a replica whose
-contexts grow, and does not jump with single turns."""
+WAITS_FOR = (Refusal.NONE_READY, Refusal.ALL_FULL)
+"""Refusals that time may cure while the request waits here."""
 
-MIN_TURN_S = 1e-4
-"""Floor of a turn's time in the rate; keeps a rejected request from looking infinitely fast."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicaRecord:
-    """What the fleet says about a replica; the body of `PUT /replicas/{name}`."""
-
-    name: str
-    pool: str
-    url: str
-    numerics_key: str
-    speed: float
-    """Prior, relative to the other replicas' (turns or tokens per second at full load)."""
-    max_running: int
-    version: int
-    state: ReplicaState
-
-
-class Upstream:
-    """A replica as the router sees it. A replacement at another URL is another Upstream."""
-
-    def __init__(self, record: ReplicaRecord) -> None:
-        self.name = record.name
-        self.pool = record.pool
-        self.url = record.url
-        self.numerics_key = record.numerics_key
-        self.prior = record.speed
-        self.speed = record.speed
-        self.max_running = record.max_running
-        self.version = record.version
-        self.state = record.state
-        self.is_lost = False
-        """True for good once connections failed or the fleet said so; only a new record with
-        state ready brings the name back."""
-        self.in_flight = 0
-        self.num_sessions = 0
-        self.requests: set[asyncio.Task[object]] = set()
-        """Requests under way; cancelled when the replica is lost."""
-        self.turns = 0
-        self.turn_s_sum = 0.0
-        self.faults = 0
-        self.turns_per_s: float | None = None
-
-    @property
-    def keeps_sessions(self) -> bool:
-        return not self.is_lost and self.state.keeps_sessions
-
-    def update(self, record: ReplicaRecord) -> None:
-        self.pool = record.pool
-        self.numerics_key = record.numerics_key
-        self.prior = record.speed
-        self.max_running = record.max_running
-        self.version = record.version
-        self.state = record.state
-
-    def record(self, **changes: Any) -> ReplicaRecord:
-        """What is held about it, with changes."""
-        facts = {
-            "name": self.name, "pool": self.pool, "url": self.url, "speed": self.prior,
-            "numerics_key": self.numerics_key, "max_running": self.max_running,
-            "version": self.version, "state": self.state,
-        }  # fmt: skip
-        return ReplicaRecord(**{**facts, **changes})
-
-    def lose(self) -> None:
-        """Nothing more goes there, and what is under way is given up."""
-        self.is_lost = True
-        self.state = ReplicaState.DEAD
-        for task in self.requests:
-            task.cancel()
-
-    def observe_turn(self, turn_s: float, in_flight: float) -> None:
-        """A turn was answered: `in_flight` is the mean number of requests there meanwhile."""
-        self.turns += 1
-        self.turn_s_sum += turn_s
-        rate = in_flight / max(turn_s, MIN_TURN_S)
-        weight = 1.0 / min(self.turns, RATE_MEMORY_TURNS)
-        before = self.turns_per_s if self.turns_per_s is not None else rate
-        self.turns_per_s = before + weight * (rate - before)
-
-
-@dataclass(slots=True)
-class _Waiter:
-    min_version: int | None
-    place: "asyncio.Future[Upstream | Refusal]"
+OUTPUT_MEMORY_TURNS = 256.0
 
 
 class Registry:
     """All replicas by name, and the queue in front of them."""
 
-    def __init__(self, *, strategy: Strategy, observe_speeds: bool) -> None:
+    def __init__(
+        self,
+        *,
+        strategy: Strategy,
+        observe_speeds: bool,
+        placement: str = "free",
+        break_affinity_s: float = float("inf"),
+        staleness_s: float = 0.0,
+        ramp_s: float = 0.0,
+        max_waiting: int = 1 << 30,
+        rules: HealthRules | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._strategy = strategy
         self._observe_speeds = observe_speeds
+        self._break_affinity_s = break_affinity_s
+        self._staleness_s = staleness_s
+        self._ramp_s = ramp_s
+        self._max_waiting = max_waiting
+        self._rules = rules
+        self._clock = clock
         self._upstreams: dict[str, Upstream] = {}
-        self._waiters: deque[_Waiter] = deque()
+        self._room = WaitingRoom()
+        self._registered = asyncio.Event()
+        self.groups = GroupTable(placement)
         self.busy_frac = 0.5
         """Share of an open session's time that it spends in the model; see `observe_session`."""
+        self.mean_output_tokens = 256.0
+        """Of a turn, over all sessions."""
         self._model_s = 1.0
         self._tool_s = 1.0
 
@@ -133,7 +76,11 @@ class Registry:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiters)
+        return len(self._room)
+
+    @property
+    def weights(self) -> Weights:
+        return Weights(busy_frac=self.busy_frac, staleness_s=self._staleness_s)
 
     def put(self, record: ReplicaRecord) -> Upstream:
         """Add a replica, replace it (its URL changed, or it was lost), or change its facts."""
@@ -142,13 +89,16 @@ class Registry:
             known.lose()
             known = None
         if known is None:
-            known = self._upstreams[record.name] = Upstream(record)
+            known = Upstream(record, rules=self._rules, ramp_s=self._ramp_s, clock=self._clock)
+            self._upstreams[record.name] = known
         else:
             known.update(record)
         if record.state in (ReplicaState.DEAD, ReplicaState.QUARANTINED):
             known.lose()
+        self._registered.set()
+        self._registered = asyncio.Event()
         self.refresh_speeds()
-        self._serve_waiters()
+        self.serve_waiters()
         return known
 
     def remove(self, name: str) -> bool:
@@ -156,37 +106,84 @@ class Registry:
         if known is None:
             return False
         known.lose()
+        self.serve_waiters()
         return True
 
-    async def take_place(self, *, min_version: int | None, timeout_s: float) -> Upstream | Refusal:
-        """A replica for a new session, with one request already counted there.
+    async def wait_for(self, name: str, *, timeout_s: float) -> Upstream | None:
+        """The replica of that name, waiting for it to be registered."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while name not in self._upstreams:
+                    await self._registered.wait()
+        except TimeoutError:
+            return None
+        return self._upstreams[name]
 
-        Waits up to `timeout_s` when nothing is ready or all are full, first come first served;
-        `TOO_OLD` is answered at once, because a client that backs off waits better.
+    async def take_place(
+        self, ask: Ask, *, timeout_s: float, group_id: str = ""
+    ) -> Upstream | Refusal:
+        """A replica for a session without a home, with one request already counted there.
+
+        Waits up to `timeout_s` when nothing is ready or all are full, lowest rank first;
+        `TOO_OLD` is answered at once, because a client that backs off waits better, and so is
+        everything when the queue is full.
         """
-        if not self._waiters:
-            chosen = self._choose(min_version)
-            if not isinstance(chosen, Refusal) or chosen is Refusal.TOO_OLD:
+        now_s = self._clock()
+        if not len(self._room):
+            chosen = self._choose(ask, group_id)
+            if chosen not in WAITS_FOR:
                 return chosen
-        waiter = _Waiter(min_version, asyncio.get_running_loop().create_future())
-        self._waiters.append(waiter)
-        self._serve_waiters()
+        if len(self._room) >= self._max_waiting:
+            return Refusal.ALL_FULL
+        waiter = self._room.add(
+            ask,
+            group_id=group_id,
+            rank=rank(enqueued_s=now_s, patience_s=timeout_s, deadline_s=ask.deadline_s),
+            promised_from_s=now_s + timeout_s / 2,
+        )
+        self.serve_waiters()
         try:
             await asyncio.wait((waiter.place,), timeout=timeout_s)
         except asyncio.CancelledError:
             if waiter.place.done() and isinstance(place := waiter.place.result(), Upstream):
-                self.give_place(place)
+                self.give_place(place, ask.total_tokens)
             raise
         finally:
             if not waiter.place.done():
-                self._waiters.remove(waiter)
-        return waiter.place.result() if waiter.place.done() else self._choose(min_version)
+                self._room.remove(waiter)
+        if waiter.place.done():
+            answer = waiter.place.result()
+            assert isinstance(answer, Upstream | Refusal)
+            return answer
+        return self._choose(ask, group_id)
 
-    def give_place(self, upstream: Upstream) -> None:
+    def give_place(self, upstream: Upstream, tokens: int) -> None:
         """A request there has ended."""
-        upstream.in_flight -= 1
-        if self._waiters:
-            self._serve_waiters()
+        upstream.give(tokens)
+        if len(self._room):
+            self.serve_waiters()
+
+    def better_home(self, home: Upstream, ask: Ask) -> Upstream | None:
+        """Where a session would be done so much sooner that computing its prefix anew pays."""
+        weights = self.weights
+        at_home_s = expected_delay_s(home, ask, weights)
+        if fits(home, ask):
+            if at_home_s <= self._break_affinity_s and ask.deadline_s is None:
+                return None
+            if self._break_affinity_s == float("inf") and ask.deadline_s is None:
+                return None
+        best = choose_replica(
+            (one for one in self._upstreams.values() if one is not home),
+            strategy=self._strategy,
+            ask=ask,
+            weights=weights,
+        )
+        if isinstance(best, Refusal) or not best.health.is_alive:
+            return None
+        if not fits(home, ask):
+            return best
+        moves = should_move(home, best, ask=ask, weights=weights, margin_s=self._break_affinity_s)
+        return best if moves else None
 
     def observe_session(self, *, model_s: float, tool_s: float | None) -> None:
         """A turn took `model_s`, after the session had been away for `tool_s` (None: its first).
@@ -199,46 +196,68 @@ class Registry:
             self._tool_s = self._tool_s * keep + tool_s
         self.busy_frac = self._model_s / (self._model_s + self._tool_s)
 
-    def refresh_speeds(self) -> None:
-        """Recompute every replica's speed; cheap, called on changes and every few seconds."""
-        if not self._observe_speeds:
-            for upstream in self._upstreams.values():
-                upstream.speed = upstream.prior
-            return
-        observations = {
-            name: SpeedObservation(
-                prior=upstream.prior, turns_per_s=upstream.turns_per_s, turns=upstream.turns
-            )
-            for name, upstream in self._upstreams.items()
-            if not upstream.is_lost
-        }
-        for name, speed in refine_speeds(observations).items():
-            self._upstreams[name].speed = speed
+    def observe_output(self, tokens: int) -> None:
+        """A turn had so many sampled tokens."""
+        self.mean_output_tokens += (tokens - self.mean_output_tokens) / OUTPUT_MEMORY_TURNS
 
-    def _choose(self, min_version: int | None) -> Upstream | Refusal:
+    def refresh_speeds(self) -> None:
+        """Fit every replica's times anew; cheap, called on changes and every second."""
+        alive = [one for one in self._upstreams.values() if not one.is_lost]
+        if not self._observe_speeds:
+            for one in self._upstreams.values():
+                one.model = one.prior
+            return
+        ratios = []
+        for one in alive:
+            if one.fit.steps > 0 and one.fit.mean_batch > 0:
+                batch = one.fit.mean_batch
+                planned_s = one.prior.step_s(batch, batch * one.mean_context_tokens)
+                ratios.append((one.fit.mean_step_s / max(planned_s, 1e-12), one.fit.steps))
+        scale = common_scale(ratios)
+        for one in alive:
+            prior = one.prior.scaled(scale)
+            context = one.mean_context_tokens
+            fitted = one.fit.model(prior, context_tokens=context)
+            batch = one.fit.mean_batch or 1.0
+            one.model = bounded(fitted, prior, batch=batch, context_tokens=context)
+
+    def serve_waiters(self) -> None:
+        """Give places to those who wait; called when anything has changed."""
+        if len(self._room):
+            self._room.serve(self._choose_for, self._best_for, now_s=self._clock())
+
+    def _choose_for(self, waiter: Waiter, promised: frozenset[str]) -> Upstream | Refusal | None:
+        chosen = self._choose(waiter.ask, waiter.group_id, promised)
+        return None if chosen in WAITS_FOR else chosen
+
+    def _best_for(self, waiter: Waiter) -> str | None:
+        """The replica that will have room for the waiter soonest: the emptiest that ever can."""
+        ask = waiter.ask
+        able = [
+            one
+            for one in self._upstreams.values()
+            if one.state.takes_new_sessions
+            and fits(one, ask)
+            and may_serve_view(one, ask)
+            and (ask.min_version is None or one.version >= ask.min_version)
+        ]
+        if not able:
+            return None
+        return min(able, key=lambda one: (one.in_flight / one.max_running, one.name)).name
+
+    def _choose(
+        self, ask: Ask, group_id: str, closed: frozenset[str] = frozenset()
+    ) -> Upstream | Refusal:
+        preference = self.groups.preference(group_id)
         chosen = choose_replica(
             self._upstreams.values(),
             strategy=self._strategy,
-            busy_frac=self.busy_frac,
-            min_version=min_version,
+            ask=ask,
+            weights=self.weights,
+            prefer=None if preference is None else lambda one: preference(one.pool),
+            margin_s=self._break_affinity_s,
+            closed=closed,
         )
         if isinstance(chosen, Upstream):
-            chosen.in_flight += 1
+            chosen.take(ask.total_tokens)
         return chosen
-
-    def _serve_waiters(self) -> None:
-        """Give places to those who wait, in order; one that asks for too new a version does not
-        hold up those behind it."""
-        refused_from: float = float("inf")
-        for waiter in list(self._waiters):
-            wanted = -1 if waiter.min_version is None else waiter.min_version
-            if wanted >= refused_from:
-                continue
-            chosen = self._choose(waiter.min_version)
-            if isinstance(chosen, Refusal) and chosen is not Refusal.TOO_OLD:
-                if wanted < 0:
-                    return
-                refused_from = wanted
-                continue
-            self._waiters.remove(waiter)
-            waiter.place.set_result(chosen)

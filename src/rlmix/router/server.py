@@ -1,12 +1,8 @@
-"""The router's HTTP side: a proxy for one session's requests at a time, many at once.
+"""The router's HTTP side: many sessions' requests at a time, each passed to one replica.
 
-Invariant: a client sees a whole answer of one replica, or an error that says what to do; never a
-part of one, and never parts of two. Generation is not streamed, so a request whose replica died
-can be sent again elsewhere: nothing of the lost one has reached anybody.
-
-Bodies pass as bytes and are not parsed: a body with 128K ids would cost 14 ms to read. Header
-names are those of `rlmix.engine.protocol`, spelled out because that file loads numpy (a test
-compares them).
+Invariant: a client sees a whole answer of one replica, a stream of one replica, or an error that
+says what to do; never parts of two. Bodies of `/generate` pass as bytes and are not parsed: one
+with 262,144 ids would cost 27 ms to read.
 """
 
 import asyncio
@@ -14,37 +10,45 @@ import hmac
 import logging
 import os
 import time
+import uuid
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
-import aiohttp
 import orjson
 from aiohttp import web
 
 from rlmix.core.errors import ConfigError
-from rlmix.router.metrics import Counters, metrics_text
+from rlmix.router import headers as names
+from rlmix.router.admin import Admin, reply_json
+from rlmix.router.dispatch import VIEWS, Dispatcher, DispatchSpec, refuse
+from rlmix.router.forward import JSON_TYPE, Call, Forwarder, Reply
+from rlmix.router.groups import PLACEMENTS
+from rlmix.router.metrics import Counters
+from rlmix.router.openai_api import OpenAIApi
 from rlmix.router.prober import Prober, StaticReplica
-from rlmix.router.registry import Registry, ReplicaRecord, Upstream
-from rlmix.router.sessions import Session, SessionTable
-from rlmix.router.strategies import STRATEGIES, Refusal, ReplicaState
+from rlmix.router.registry import Registry
+from rlmix.router.replies import EventSink, keep_alive_reply, to_response
+from rlmix.router.scan import scan_request
+from rlmix.router.sessions import SessionTable
+from rlmix.router.shards import Peers, ShardSpec
+from rlmix.router.store import SessionStore
+from rlmix.router.strategies import STRATEGIES
+from rlmix.router.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 256 << 20
 """A million token ids in JSON take 8 MB; this only stops nonsense."""
 
-MAX_MOVES_PER_REQUEST = 4
-"""A request that saw this many replicas die is given back as 503: it may be what kills them."""
-
 SWEEP_EVERY_S = 2.0
-"""How often idle sessions are looked for and speeds are recomputed."""
-
-CONNECT_TIMEOUT_S = 5.0
-"""A replica that does not accept a connection in this time is as good as gone."""
-
-RETRY_AFTER_S = "1"
-
-JSON_TYPE = "application/json"
+"""How often idle sessions are looked for."""
+FIT_EVERY_S = 0.5
+"""How often replicas' times are fitted anew."""
+KEPT_EXPIRIES = 10.0
+"""Rows of the store live for so many times the idle expiry: a session in memory writes its row
+only when it moves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,433 +58,242 @@ class RouterSpec:
     policy: str
     """A name in `strategies.STRATEGIES`."""
     queue_timeout_s: float
-    """How long a new session may wait for a place before it is answered 503."""
+    """How long a request without a home may wait for a place before it is answered 503."""
     request_timeout_s: float
     """How long one request may take on a replica before it is answered 504."""
     idle_expiry_s: float
     """A session without a request for this long is forgotten."""
     max_sessions: int
-    """Above this number the longest idle sessions are forgotten."""
+    """Above this number the longest idle sessions leave memory."""
     observe_speeds: bool
-    """True corrects the replicas' speeds by what their turns show; False keeps the priors."""
+    """True fits the replicas' times to what they show; False keeps the priors."""
+    view: str = "strict"
+    """A name in `dispatch.VIEWS`."""
+    placement: str = "free"
+    """A name in `groups.PLACEMENTS`."""
+    break_affinity_s: float = 30.0
+    """A session leaves a living replica when it would be done this much sooner elsewhere."""
+    staleness_s: float = 0.0
+    """What a weight version behind the newest costs a replica, as delay."""
+    ramp_s: float = 0.0
+    """Over this time a new replica's share of new sessions grows to its whole batch."""
+    max_waiting: int = 4096
+    """Requests that may wait for a place; one more is answered 503 at once."""
+    probe_every_s: float = 1.0
+    """How often replicas are asked for their load; 0 never asks."""
+    stall_timeout_s: float = 120.0
+    """A replica with requests and without a token for this long is given up."""
     replicas: tuple[StaticReplica, ...] = ()
     """Replicas that the router asks itself how they are; a fleet registers its own by PUT."""
+    model_dir: Path | None = None
+    """Folder of the tokenizer and chat template; None: no OpenAI-style endpoints."""
+    model_name: str = "rlmix"
+    """What OpenAI clients call the model."""
+    store_path: Path | None = None
+    """File of sessions' homes and trajectories; None keeps none over a restart."""
+    shard: ShardSpec | None = None
+    """Of a router that is one of several processes."""
     token: str | None = None
     """Bearer token that every request but `/ping` must carry; None asks for none."""
-
-
-class _ReplicaLost(Exception):
-    """The replica died under the request."""
 
 
 class Router:
     """One router; `app` is what aiohttp serves."""
 
     def __init__(self, spec: RouterSpec) -> None:
-        if spec.policy not in STRATEGIES:
-            raise ConfigError(
-                f"router.policy: {spec.policy!r} is not known; use one of {', '.join(STRATEGIES)}"
-            )
+        for key, value, known in (
+            ("policy", spec.policy, STRATEGIES),
+            ("view", spec.view, VIEWS),
+            ("placement", spec.placement, PLACEMENTS),
+        ):
+            if value not in known:
+                raise ConfigError(
+                    f"router.{key}: {value!r} is not known; use one of {', '.join(known)}"
+                )
         self._spec = spec
         self._token = f"Bearer {spec.token}" if spec.token else None
         self.registry = Registry(
-            strategy=STRATEGIES[spec.policy], observe_speeds=spec.observe_speeds
+            strategy=STRATEGIES[spec.policy],
+            observe_speeds=spec.observe_speeds,
+            placement=spec.placement,
+            break_affinity_s=spec.break_affinity_s,
+            staleness_s=spec.staleness_s,
+            ramp_s=spec.ramp_s,
+            max_waiting=spec.max_waiting,
         )
+        self.store = SessionStore(spec.store_path)
         self.sessions: SessionTable[Upstream] = SessionTable(
-            idle_expiry_s=spec.idle_expiry_s, max_sessions=spec.max_sessions
+            idle_expiry_s=spec.idle_expiry_s, max_sessions=spec.max_sessions, ledger=self.store
         )
         self.counters = Counters()
-        self._http: aiohttp.ClientSession | None = None
-        self.app = web.Application(client_max_size=MAX_BODY_BYTES)
+        self.forwarder = Forwarder(token=self._token)
+        self._dispatcher = Dispatcher(
+            DispatchSpec(
+                queue_timeout_s=spec.queue_timeout_s, view=spec.view, started_s=time.monotonic()
+            ),
+            self.registry,
+            self.sessions,
+            self.forwarder,
+            self.counters,
+        )
+        self._peers = None if spec.shard is None else Peers(spec.shard, token=self._token)
+        self._openai = (
+            None
+            if spec.model_dir is None
+            else OpenAIApi(
+                spec.model_dir,
+                model_name=spec.model_name,
+                store=self.store,
+                serve=self._dispatcher.serve,
+                new_call=self._call,
+            )
+        )
+        self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
         self.app.add_routes(
             [
                 web.post("/generate", self._generate),
                 web.get("/ping", self._ping),
+                web.get("/health", self._ping),
                 web.delete("/sessions/{id}", self._release),
-                web.get("/sessions", self._list_sessions),
-                web.get("/pools", self._list_pools),
-                web.get("/replicas", self._list_replicas),
-                web.put("/replicas/{name}", self._put_replica),
-                web.delete("/replicas/{name}", self._delete_replica),
-                web.get("/metrics", self._metrics),
+                *Admin(self.registry, self.sessions, self.counters, self.forwarder).routes(),
             ]
         )
+        if self._openai is not None:
+            self.app.add_routes(self._openai.routes())
         self.app.cleanup_ctx.append(self._run)
 
+    def set_own_url(self, url: str) -> None:
+        """Where the other shards reach this one."""
+        if self._peers is not None:
+            self._peers.own_url = url
+
     async def _run(self, app: web.Application) -> Any:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0)
-        timeout = aiohttp.ClientTimeout(
-            total=self._spec.request_timeout_s, sock_connect=CONNECT_TIMEOUT_S
-        )
-        async with aiohttp.ClientSession(
-            connector=connector,
-            timeout=timeout,
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
-        ) as self._http:
-            tasks = [asyncio.create_task(self._sweep(), name="router sweep")]
-            if self._spec.replicas:
-                prober = Prober(self._spec.replicas, self.registry, token=self._spec.token)
-                tasks.append(asyncio.create_task(prober.run(self._http), name="router prober"))
-            yield
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await self.forwarder.open()
+        tasks = [
+            asyncio.create_task(self._sweep(), name="router sweep"),
+            asyncio.create_task(self._fit(), name="router fit"),
+        ]
+        if self._spec.probe_every_s > 0:
+            prober = Prober(
+                self._spec.replicas,
+                self.registry,
+                token=self._token,
+                every_s=self._spec.probe_every_s,
+                stall_timeout_s=self._spec.stall_timeout_s,
+            )
+            tasks.append(asyncio.create_task(prober.run(self.forwarder.http), name="prober"))
+        if self._peers is not None:
+            tasks.append(
+                asyncio.create_task(self._peers.gossip(self.registry), name="router gossip")
+            )
+        yield
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.forwarder.close()
+        self.store.close()
 
     async def _sweep(self) -> None:
         while True:
-            await asyncio.sleep(SWEEP_EVERY_S)
+            await asyncio.sleep(min(SWEEP_EVERY_S, self._spec.idle_expiry_s / 2))
             self.sessions.expire(now_s=time.monotonic())
+            self.store.expire(KEPT_EXPIRIES * self._spec.idle_expiry_s)
+            if self._openai is not None:
+                self._openai.forget_idle(self._spec.idle_expiry_s)
+
+    async def _fit(self) -> None:
+        while True:
+            await asyncio.sleep(FIT_EVERY_S)
             self.registry.refresh_speeds()
+            self.registry.serve_waiters()
 
-    async def _generate(self, request: web.Request) -> web.Response:
-        self._check_token(request)
-        session_id = request.headers.get("X-Session-Id", "")
-        if not session_id:
-            return self._refuse(400, "X-Session-Id: missing; send the session's own id")
-        try:
-            min_version = int(request.headers["X-Min-Version"])
-        except KeyError:
-            min_version = None
-        except ValueError:
-            return self._refuse(400, "X-Min-Version: not a whole number")
-        accept = request.headers.get("Accept", JSON_TYPE)
-        body = await request.read()
-        started_s = time.monotonic()
-        session = self.sessions.open(session_id, now_s=started_s)
-        tool_s = None if session.answered_s is None else started_s - session.answered_s
-        session.in_flight += 1
-        try:
-            response = await self._serve(session, body, min_version=min_version, accept=accept)
-        finally:
-            session.in_flight -= 1
-            now_s = time.monotonic()
-            self.sessions.touch(session, now_s=now_s)
-        self.counters.count_response(response.status)
-        if response.status == 200:
-            session.turns += 1
-            session.answered_s = now_s
-            self.registry.observe_session(model_s=now_s - started_s, tool_s=tool_s)
-        return response
-
-    async def _serve(
-        self, session: Session[Upstream], body: bytes, *, min_version: int | None, accept: str
-    ) -> web.Response:
-        """Find the session's replica, send, and start over elsewhere when the replica dies."""
-        for _ in range(MAX_MOVES_PER_REQUEST + 1):
-            upstream = session.home
-            if upstream is not None and upstream.keeps_sessions:
-                if min_version is not None and upstream.version < min_version:
-                    return self._too_old(min_version, upstream)
-                upstream.in_flight += 1
-            else:
-                placed = await self._place(session, min_version=min_version)
-                if isinstance(placed, web.Response):
-                    return placed
-                upstream = placed
-            try:
-                return await self._forward(
-                    session, upstream, body, min_version=min_version, accept=accept
-                )
-            except _ReplicaLost as error:
-                upstream.faults += 1
-                self.counters.lost_requests += 1
-                log.warning(
-                    "request of session %s lost on %s: %s",
-                    session.session_id,
-                    upstream.name,
-                    error,
-                )
-            except TimeoutError:
-                return self._refuse(
-                    504,
-                    f"replica {upstream.name} did not answer in {self._spec.request_timeout_s:g} s",
-                )
-            finally:
-                self.registry.give_place(upstream)
-        return self._refuse(
-            503, f"{MAX_MOVES_PER_REQUEST + 1} replicas died under this request; giving it back"
-        )
-
-    async def _place(
-        self, session: Session[Upstream], *, min_version: int | None
-    ) -> Upstream | web.Response:
-        """Give the session a home, with this request's place taken there."""
-        chosen = await self.registry.take_place(
-            min_version=min_version, timeout_s=self._spec.queue_timeout_s
-        )
-        if chosen is Refusal.TOO_OLD:
-            return self._too_old(min_version, None)
-        if isinstance(chosen, Refusal):
-            why = {
-                Refusal.NONE_READY: "no replica is ready",
-                Refusal.ALL_FULL: "all ready replicas are full",
-            }[chosen]
-            return self._refuse(503, f"{why} (waited {self._spec.queue_timeout_s:g} s)")
-        current = session.home
-        if current is not None and current.keeps_sessions:
-            # Another request of the same session found a home while this one waited.
-            self.registry.give_place(chosen)
-            current.in_flight += 1
-            return current
-        if current is not None:
-            session.moves += 1
-            self.counters.rehomed += 1
-        self.sessions.settle(session, chosen)
-        return chosen
-
-    async def _forward(
+    @web.middleware
+    async def _guard(
         self,
-        session: Session[Upstream],
-        upstream: Upstream,
-        body: bytes,
-        *,
-        min_version: int | None,
-        accept: str,
-    ) -> web.Response:
-        """Send the request and wait for the whole answer.
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """The token, and the shard that owns the session."""
+        if self._token is not None and request.path not in ("/ping", "/health"):
+            given = request.headers.get("Authorization", "")
+            if not hmac.compare_digest(given.encode(), self._token.encode()):
+                return reply_json(
+                    {"error": "router: token missing or wrong (Authorization: Bearer ...)"},
+                    status=401,
+                )
+        if self._peers is not None:
+            answer = await self._peers.answer_elsewhere(request, self.forwarder, self.counters)
+            if answer is not None:
+                return answer
+        return await handler(request)
+
+    def _call(self, request: web.Request, body: bytes, *, accept: str = JSON_TYPE) -> Call:
+        """What the headers and the scanned body say.
 
         Raises:
-            _ReplicaLost: the connection broke twice, or the fleet gave the replica up.
-            TimeoutError: no answer within the request's limit.
+            ValueError: a header that is no number.
         """
-        started_s = time.monotonic()
-        in_flight_before = upstream.in_flight
-        task = asyncio.ensure_future(
-            self._post(upstream, body, self._headers(session, min_version, accept))
+        headers = request.headers
+        limit_s = self._spec.request_timeout_s
+        asked_s = _number(headers.get(names.TIMEOUT), names.TIMEOUT)
+        version = _number(headers.get(names.MIN_VERSION), names.MIN_VERSION, whole=True)
+        return Call(
+            body=body,
+            facts=scan_request(body),
+            request_id=headers.get(names.REQUEST_ID) or uuid.uuid4().hex,
+            started_s=time.monotonic(),
+            limit_s=limit_s if asked_s is None else min(limit_s, asked_s),
+            accept=accept,
+            min_version=None if version is None else int(version),
+            group_id=headers.get(names.GROUP, ""),
+            deadline_s=_number(headers.get(names.DEADLINE), names.DEADLINE),
         )
-        upstream.requests.add(task)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        session_id = request.headers.get(names.SESSION, "")
+        if not session_id:
+            return to_response(refuse(400, "X-Session-Id: missing; send the session's own id"))
+        body = await request.read()
         try:
-            status, content, headers = await task
-        except asyncio.CancelledError:
-            me = asyncio.current_task()
-            if upstream.is_lost and me is not None and not me.cancelling():
-                raise _ReplicaLost("the fleet gave the replica up") from None
-            raise
-        except aiohttp.ClientError as error:
-            if not upstream.is_lost:
-                upstream.lose()
-            raise _ReplicaLost(f"{type(error).__name__}: {error}") from None
-        finally:
-            upstream.requests.discard(task)
-        if status == 200:
-            turn_s = time.monotonic() - started_s
-            upstream.observe_turn(turn_s, (in_flight_before + upstream.in_flight) / 2)
-        elif status == 503 and session.turns == 0 and session.in_flight == 1:
-            # Full, and nothing of the session is cached there: let the next try go elsewhere.
-            self.sessions.settle(session, None)
-        headers["X-Rlmix-Pool"] = upstream.pool
-        headers["X-Rlmix-Replica"] = upstream.name
-        headers["X-Rlmix-Numerics"] = upstream.numerics_key
-        headers["X-Rlmix-Rehomed"] = str(session.moves)
-        return web.Response(body=content, status=status, headers=headers)
+            call = self._call(request, body, accept=request.headers.get("Accept", JSON_TYPE))
+            every_s = _number(request.headers.get(names.KEEP_ALIVE), names.KEEP_ALIVE)
+        except ValueError as error:
+            return to_response(refuse(400, str(error)))
+        if call.facts.is_stream:
+            sink = EventSink(request, every_s=every_s)
+            call.sink = sink
+            return await sink.finish(self._dispatcher.serve(session_id, call))
+        if every_s is not None and call.accept.startswith((JSON_TYPE, "*/*")):
+            answer = self._dispatcher.serve(session_id, call)
+            return await keep_alive_reply(request, answer, every_s=every_s)
+        return to_response(self._owned(await self._dispatcher.serve(session_id, call)))
 
-    def _headers(
-        self, session: Session[Upstream], min_version: int | None, accept: str
-    ) -> dict[str, str]:
-        headers = {
-            "Content-Type": JSON_TYPE,
-            "X-Session-Id": session.session_id,
-            "Accept": accept,
-        }
-        if min_version is not None:
-            headers["X-Min-Version"] = str(min_version)
-        if self._token is not None:
-            headers["Authorization"] = self._token
-        return headers
-
-    async def _post(
-        self, upstream: Upstream, body: bytes, headers: dict[str, str]
-    ) -> tuple[int, bytes, dict[str, str]]:
-        """One exchange with a replica; a broken connection is tried once more.
-
-        A replica that is alive may close an idle connection just as we use it; one that is dead
-        refuses the second connection at once.
-        """
-        assert self._http is not None
-        for is_last in (False, True):
-            try:
-                async with self._http.post(
-                    upstream.url + "/generate", data=body, headers=headers
-                ) as response:
-                    content = await response.read()
-                    kept = {"Content-Type": response.headers.get("Content-Type", JSON_TYPE)}
-                    if "Retry-After" in response.headers:
-                        kept["Retry-After"] = response.headers["Retry-After"]
-                    return response.status, content, kept
-            except aiohttp.ClientConnectorError:
-                raise
-            except aiohttp.ClientError:
-                if is_last:
-                    raise
-                self.counters.reconnects += 1
-        raise AssertionError("unreachable")
+    def _owned(self, reply: Reply) -> Reply:
+        if self._peers is not None:
+            reply.headers[names.SHARD] = self._peers.own_url
+        return reply
 
     async def _release(self, request: web.Request) -> web.Response:
-        self._check_token(request)
-        known = self.sessions.release(request.match_info["id"])
-        return _json({"released": known})
+        session_id = request.match_info["id"]
+        if self._openai is not None:
+            self._openai.forget(session_id)
+        return reply_json({"released": self.sessions.release(session_id)})
 
     async def _ping(self, request: web.Request) -> web.Response:
-        return _json({"ok": True, "pid": os.getpid()})
-
-    async def _list_sessions(self, request: web.Request) -> web.Response:
-        self._check_token(request)
-        now_s = time.monotonic()
-        sessions = [
-            {
-                "session_id": session.session_id,
-                "replica": None if session.home is None else session.home.name,
-                "pool": None if session.home is None else session.home.pool,
-                "in_flight": session.in_flight,
-                "turns": session.turns,
-                "idle_s": round(now_s - session.seen_s, 3),
-            }
-            for session in self.sessions
-        ]
-        return _json({"num_sessions": len(sessions), "sessions": sessions})
-
-    async def _list_pools(self, request: web.Request) -> web.Response:
-        self._check_token(request)
-        pools: dict[str, dict[str, Any]] = {}
-        for upstream in self.registry.upstreams.values():
-            pool = pools.setdefault(
-                upstream.pool,
-                {"replicas": 0, "ready": 0, "sessions": 0, "in_flight": 0, "speed": 0.0,
-                 "max_running": 0, "turns": 0, "versions": []},
-            )  # fmt: skip
-            pool["replicas"] += 1
-            pool["sessions"] += upstream.num_sessions
-            pool["in_flight"] += upstream.in_flight
-            pool["turns"] += upstream.turns
-            if upstream.state.takes_new_sessions:
-                pool["ready"] += 1
-                pool["speed"] += upstream.speed
-                pool["max_running"] += upstream.max_running
-                pool["versions"] = sorted({*pool["versions"], upstream.version})
-        return _json(
-            {
-                "pools": pools,
-                "waiting": self.registry.num_waiting,
-                "busy_frac": round(self.registry.busy_frac, 4),
-            }
+        shard = {} if self._peers is None else {"shard": self._peers.index}
+        return web.Response(
+            body=orjson.dumps({"ok": True, "pid": os.getpid(), **shard}), content_type=JSON_TYPE
         )
 
-    async def _list_replicas(self, request: web.Request) -> web.Response:
-        self._check_token(request)
-        return _json({"replicas": [_describe(u) for u in self.registry.upstreams.values()]})
 
-    async def _put_replica(self, request: web.Request) -> web.Response:
-        """Register or change a replica; of a known one, only what changes must be sent."""
-        self._check_token(request)
-        name = request.match_info["name"]
-        known = self.registry.upstreams.get(name)
-        try:
-            record = parse_record(name, await request.read(), known=known)
-        except ValueError as error:
-            return self._refuse(400, f"replica {name}: {error}")
-        return _json(_describe(self.registry.put(record)))
-
-    async def _delete_replica(self, request: web.Request) -> web.Response:
-        self._check_token(request)
-        return _json({"removed": self.registry.remove(request.match_info["name"])})
-
-    async def _metrics(self, request: web.Request) -> web.Response:
-        self._check_token(request)
-        text = metrics_text(
-            self.registry, self.counters, len(self.sessions), self.sessions.num_expired
-        )
-        return web.Response(text=text, content_type="text/plain")
-
-    def _check_token(self, request: web.Request) -> None:
-        if self._token is None:
-            return
-        given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), self._token.encode()):
-            _unauthorized()
-
-    def _too_old(self, min_version: int | None, upstream: Upstream | None) -> web.Response:
-        who = "every ready replica" if upstream is None else f"replica {upstream.name}"
-        has = "" if upstream is None else f" (it has {upstream.version})"
-        return self._refuse(409, f"{who} is older than version {min_version}{has}; ask again")
-
-    def _refuse(self, status: int, error: str) -> web.Response:
-        headers = {"Retry-After": RETRY_AFTER_S} if status in (409, 503) else {}
-        return _json({"error": f"router: {error}"}, status=status, headers=headers)
-
-
-def parse_record(name: str, body: bytes, *, known: Upstream | None) -> ReplicaRecord:
-    """The record that a `PUT /replicas/{name}` body means.
-
-    Raises:
-        ValueError: with the field, what it was and what is allowed.
-    """
-    fields = orjson.loads(body)
-    if not isinstance(fields, dict):
-        raise ValueError("the body must be a JSON object")
-    types: dict[str, type | tuple[type, ...]] = {
-        "pool": str, "url": str, "numerics_key": str, "speed": (int, float),
-        "max_running": int, "version": int, "state": str,
-    }  # fmt: skip
-    for key, value in fields.items():
-        if key not in types:
-            raise ValueError(f"unknown field {key!r}; known are {', '.join(types)}")
-        if not isinstance(value, types[key]) or isinstance(value, bool):
-            raise ValueError(f"field {key!r} has the wrong type: {value!r}")
-    if known is not None:
-        fields = {
-            "pool": known.pool, "url": known.url, "numerics_key": known.numerics_key,
-            "speed": known.prior, "max_running": known.max_running, "version": known.version,
-            "state": known.state.value, **fields,
-        }  # fmt: skip
-    missing = [key for key in types if key not in fields]
-    if missing:
-        raise ValueError(f"missing {', '.join(missing)}")
-    if not fields["speed"] > 0 or fields["max_running"] < 1:
-        raise ValueError("speed must be above 0 and max_running at least 1")
-    if fields["state"] not in list(ReplicaState):
-        raise ValueError(f"state {fields['state']!r} is none of {', '.join(ReplicaState)}")
-    return ReplicaRecord(
-        name=name,
-        pool=fields["pool"],
-        url=fields["url"].rstrip("/"),
-        numerics_key=fields["numerics_key"],
-        speed=float(fields["speed"]),
-        max_running=fields["max_running"],
-        version=fields["version"],
-        state=ReplicaState(fields["state"]),
-    )
-
-
-def _describe(upstream: Upstream) -> dict[str, Any]:
-    return {
-        "name": upstream.name,
-        "pool": upstream.pool,
-        "url": upstream.url,
-        "numerics_key": upstream.numerics_key,
-        "state": upstream.state.value,
-        "version": upstream.version,
-        "prior": upstream.prior,
-        "speed": round(upstream.speed, 6),
-        "max_running": upstream.max_running,
-        "in_flight": upstream.in_flight,
-        "sessions": upstream.num_sessions,
-        "turns": upstream.turns,
-        "faults": upstream.faults,
-    }
-
-
-def _json(
-    document: Any, *, status: int = 200, headers: dict[str, str] | None = None
-) -> web.Response:
-    return web.Response(
-        body=orjson.dumps(document), status=status, headers=headers, content_type=JSON_TYPE
-    )
-
-
-def _unauthorized() -> NoReturn:
-    raise web.HTTPUnauthorized(
-        body=orjson.dumps({"error": "router: token missing or wrong (Authorization: Bearer ...)"}),
-        content_type=JSON_TYPE,
-    )
+def _number(text: str | None, name: str, *, whole: bool = False) -> float | None:
+    if text is None:
+        return None
+    try:
+        number = float(int(text)) if whole else float(text)
+    except ValueError:
+        kind = "whole number" if whole else "number"
+        raise ValueError(f"{name}: {text!r} is not a {kind}") from None
+    if number != number or number < 0:
+        raise ValueError(f"{name}: {text!r}; give a number of at least 0")
+    return number

@@ -1,0 +1,105 @@
+"""What outlives memory: sessions' homes, and the turns of trajectories. One SQLite file.
+
+Invariant: what was written is there after this process was killed (not after the machine was):
+writes reach the system before they return, and nothing waits for the disk. Rows that nobody touched
+for `idle_expiry_s` are removed, so the file is bounded by what was used lately.
+"""
+
+import os
+import sqlite3
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlmix.core.errors import ConfigError
+from rlmix.router.sessions import SessionRow
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS sessions (
+    id TEXT PRIMARY KEY, home TEXT, view TEXT, moves INTEGER, seen_s REAL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS turns (id TEXT, number INTEGER, body BLOB, seen_s REAL,
+    PRIMARY KEY (id, number));
+CREATE INDEX IF NOT EXISTS by_age ON sessions (seen_s);
+CREATE INDEX IF NOT EXISTS turns_by_age ON turns (seen_s);
+"""
+
+
+class SessionStore:
+    """One process's rows; use it from one thread."""
+
+    def __init__(self, path: Path | None) -> None:
+        """`path` is made when it is new; None keeps the rows in a file that ends with the process.
+
+        Raises:
+            ConfigError: the file cannot be made or is no store.
+        """
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        if path is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="rlmix-router-")
+            path = Path(self._folder.name) / "sessions.sqlite"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(path, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=OFF")
+            self._db.executescript(_TABLES)
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(
+                f"router: --state-dir: {path}: {error}; give a folder that can be written to, or "
+                "remove the file"
+            ) from None
+        self.path = path
+
+    def close(self) -> None:
+        self._db.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    @property
+    def num_bytes(self) -> int:
+        return os.path.getsize(self.path)
+
+    # --- sessions
+
+    def find(self, session_id: str) -> SessionRow | None:
+        row = self._db.execute(
+            "SELECT home, view, moves FROM sessions WHERE id = ?", (session_id,)
+        ).fetchone()
+        if row is None:
+            return None
+        return SessionRow(session_id=session_id, home=row[0], view=row[1], moves=row[2])
+
+    def write(self, row: SessionRow) -> None:
+        self._db.execute(
+            "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?)",
+            (row.session_id, row.home, row.view, row.moves, time.time()),
+        )
+
+    def erase(self, session_id: str) -> bool:
+        """Remove the session and its turns; False when it was not there."""
+        found = self._db.execute("DELETE FROM sessions WHERE id = ?", (session_id,)).rowcount
+        found += self._db.execute("DELETE FROM turns WHERE id = ?", (session_id,)).rowcount
+        return found > 0
+
+    def expire(self, older_than_s: float) -> None:
+        """Remove rows that nobody wrote for so long; sessions in memory write theirs again."""
+        limit = time.time() - older_than_s
+        self._db.execute("DELETE FROM sessions WHERE seen_s < ?", (limit,))
+        self._db.execute("DELETE FROM turns WHERE seen_s < ?", (limit,))
+
+    # --- turns of trajectories
+
+    def append_turn(self, session_id: str, number: int, body: bytes) -> None:
+        self._db.execute(
+            "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?)",
+            (session_id, number, body, time.time()),
+        )
+
+    def turns(self, session_id: str) -> Iterator[bytes]:
+        """Bodies in their order."""
+        rows = self._db.execute(
+            "SELECT body FROM turns WHERE id = ? ORDER BY number", (session_id,)
+        )
+        return (row[0] for row in rows)
