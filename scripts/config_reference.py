@@ -53,6 +53,7 @@ def described() -> dict[str, str]:
         "inventory.": "inventory/qwen36_mixed.yaml",
         "router.": "router/shortest_delay.yaml",
         "launch.": "launch/local.yaml",
+        "sglang.": "sglang/default.yaml",
         "alarms.": "alarms/default.yaml",
         "observe.": "observe/default.yaml",
         "eval.": "eval/none.yaml",

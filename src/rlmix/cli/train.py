@@ -70,6 +70,7 @@ def train(
         return Answer(document=plan.to_dict(), view=lambda: plan_view(plan))
     refuse_what_cannot_run(config)
     plan = plan_of(config)
+    refuse_what_cannot_start(plan, config)
     from rlmix.loop.train import run_training
 
     summary = run_training(
@@ -91,16 +92,22 @@ def train(
 
 
 def plan_of(config: "TrainConfig") -> "RunPlan":
-    """The plan of a checked configuration, for this interpreter.
+    """The plan of a checked configuration, for this interpreter and the one that has SGLang.
 
     Raises:
         ConfigError: `model.path` names no usable model.
         PlanError: sizes of the model cannot be read from its config.json, or something cannot be
             placed or run as asked.
     """
+    from rlmix.loop.preflight import interpreter
     from rlmix.plan.build import build_plan
 
-    return build_plan(config, facts=facts_of(config), python=sys.executable)
+    return build_plan(
+        config,
+        facts=facts_of(config),
+        python=sys.executable,
+        sglang_python=interpreter(config),
+    )
 
 
 def plan_problems(config: "TrainConfig") -> list[str]:
@@ -123,7 +130,7 @@ def facts_of(config: "TrainConfig") -> "ModelFacts":
     if name in BUNDLED:
         return bundled_facts(name)
     path = Path(name).expanduser() / "config.json"
-    is_planned_only = all(pool.engine == "sglang" for pool in config.pools.values())
+    is_planned_only = all(pool.engine != "embedded" for pool in config.pools.values())
     if not (is_planned_only and path.is_file()):
         path = resolve_model(name) / "config.json"
     return facts_from_file(name, path)
@@ -176,6 +183,18 @@ def refuse_what_cannot_run(config: "TrainConfig") -> None:
 
     if problems := list(cannot_run_yet(config)):
         raise as_error(problems)
+
+
+def refuse_what_cannot_start(plan: "RunPlan", config: "TrainConfig") -> None:
+    """What this machine lacks for the plan.
+
+    Raises:
+        PlanError: it lacks anything.
+    """
+    from rlmix.loop.preflight import start_faults
+    from rlmix.plan.refusals import refuse
+
+    refuse(start_faults(plan, config))
 
 
 def _overrides_of(resume: str, given: list[str], conf_dir: Path | None) -> list[str]:

@@ -39,6 +39,25 @@ def _check_pools(config: TrainConfig) -> Iterator[Problem]:
         yield from _check_accelerator(f"pools.{name}.accelerator", pool.accelerator, config)
         if pool.engine == "embedded":
             yield from _check_embedded(name, pool, config)
+        yield from _check_urls(name, pool)
+
+
+def _check_urls(name: str, pool: PoolConfig) -> Iterator[Problem]:
+    """Servers that run already: one for each replica, and only of an external pool."""
+    where = f"pools.{name}.urls"
+    if pool.engine != "sglang_external" and pool.urls:
+        yield Problem(
+            where=where,
+            what=f"got {', '.join(pool.urls)} with engine={pool.engine}, which rlmix starts itself",
+            hint=f"set pools.{name}.engine=sglang_external, or remove them",
+        )
+    elif pool.engine == "sglang_external" and len(set(pool.urls)) != pool.replicas:
+        yield Problem(
+            where=where,
+            what=f"got {len(set(pool.urls))} different addresses for "
+            f"pools.{name}.replicas={pool.replicas}",
+            allowed="an external pool has one server for each replica",
+        )
 
 
 def _check_embedded(name: str, pool: PoolConfig, config: TrainConfig) -> Iterator[Problem]:

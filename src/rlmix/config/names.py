@@ -24,7 +24,7 @@ AVERAGES = ("tokens", "sequences")
 BASELINES = ("mean", "leave_one_out")
 SCALES = ("none", "std")
 OPTIMIZERS = ("adamw", "sgd")
-ENGINES = ("embedded", "sglang")
+ENGINES = ("embedded", "sglang", "sglang_external")
 TASK_SOURCES = ("generated",)
 PLANNED_SOURCES = ("mimo",)
 """Sources that a plan can be made for before their readers are there."""

@@ -13,13 +13,6 @@ from rlmix.config.schema.train import TrainConfig
 
 def cannot_run_yet(config: TrainConfig) -> Iterator[Problem]:
     """Every choice of a sound configuration that only a plan can serve."""
-    real = [name for name, pool in config.pools.items() if pool.engine == "sglang"]
-    if real:
-        yield Problem(
-            where=f"pools.{real[0]}.engine=sglang",
-            what=f"real SGLang servers ({', '.join(real)}) arrive with the SGLang adapter; this "
-            "version plans them with --cfg plan and serves pools with embedded",
-        )
     if config.tasks.source in names.PLANNED_SOURCES:
         yield Problem(
             where=f"tasks.source={config.tasks.source}",

@@ -78,6 +78,10 @@ SERVERS = Rule(
     allowed="use a list of addresses such as http://10.0.0.7:7070, without a path",
     accepts=lambda v: all(re.fullmatch(r"https?://[^/\s@]+/?", one) is not None for one in v),
 )
+VARIABLE = Rule(
+    allowed="use the name of an environment variable: letters, digits and '_'",
+    accepts=lambda v: re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", v) is not None,
+)
 
 RULES: dict[str, Rule] = {
     "run.name": or_null(FILE_NAME),
@@ -157,6 +161,7 @@ RULES: dict[str, Rule] = {
     "pools.*.memory_frac": within(0, 1, low_open=True, high_open=True),
     "pools.*.canary_tolerance_nats": above(0),
     "pools.*.usd_per_hour": or_null(at_least(0)),
+    "pools.*.urls": SERVERS,
     "accelerators.*.memory_gb": above(0),
     "accelerators.*.bandwidth_tb_s": above(0),
     "accelerators.*.bf16_tflops": above(0),
@@ -179,6 +184,9 @@ RULES: dict[str, Rule] = {
     "router.idle_expiry_s": above(0),
     "numerics.consistency": one_of(names.CONSISTENCIES),
     "net.bind": ADDRESS,
+    "sglang.python": or_null(TEXT),
+    "sglang.api_key_env": VARIABLE,
+    "sglang.admin_key_env": VARIABLE,
     "alarms.patience": at_least(1),
     "alarms.min_tokens": at_least(1),
     "alarms.head_min_tokens": at_least(1),

@@ -5,9 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlmix.config.schema.train import TrainConfig
+from rlmix.core.errors import LaunchError
 from rlmix.loop.router_process import READY_FOLDER
 from rlmix.model.chat import ChatRenderer
 from rlmix.observe.run_dir import RunDir
+from rlmix.plan.build import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE
+from rlmix.plan.capabilities import SGLANG_VERSION
 from rlmix.plan.runplan import PoolPlan, RunPlan
 from rlmix.pools.spec import FleetSpec, ReplicaSpec
 
@@ -16,6 +19,11 @@ EVAL_FORMAT = "bf16"
 """Weights and KV of an evaluation, whatever the pools use: it judges the policy itself."""
 
 NUM_EVAL_REPLICAS = 2
+
+NO_EVALUATION = (
+    "loop.eval_tasks: the closing evaluation is served in BF16 by an embedded pool or by real "
+    "servers with BF16 weights, and there is none; set loop.eval_tasks=0, or add such a pool"
+)
 
 CANARY_ISSUES = (
     "The function returns the wrong value for an empty list.",
@@ -43,13 +51,29 @@ def training_fleet(
 def eval_fleet(
     plan: RunPlan, config: TrainConfig, run: RunDir, *, store: Path, model_dir: Path
 ) -> FleetSpec:
-    """BF16 replicas that read `store`, on the accelerator of the first planned pool."""
-    pool = _in_bf16(next(iter(plan.pools.values())))
+    """BF16 replicas that read `store`, like those of the pool that `evaluating_pool` chooses.
+
+    Raises:
+        LaunchError: no pool can be served in BF16.
+    """
+    chosen = evaluating_pool(plan)
+    if chosen is None:
+        raise LaunchError(NO_EVALUATION)
+    pool = _in_bf16(chosen)
     replicas = [_replica(pool, EVAL_POOL, index, config, run) for index in range(NUM_EVAL_REPLICAS)]
     return _fleet(replicas, config, store=store, model_dir=model_dir)
 
 
+def evaluating_pool(plan: RunPlan) -> PoolPlan | None:
+    """The first embedded pool; else the first of real servers that rlmix starts in BF16."""
+    pools = list(plan.pools.values())
+    real = [pool for pool in pools if pool.engine == "sglang" and pool.weights == EVAL_FORMAT]
+    return next(iter([pool for pool in pools if pool.engine == "embedded"] + real), None)
+
+
 def _in_bf16(pool: PoolPlan) -> PoolPlan:
+    if pool.engine != "embedded":
+        return pool
     argv = list(pool.argv)
     for flag, value in (("--weights", EVAL_FORMAT), ("--kv", EVAL_FORMAT), ("--pool", EVAL_POOL)):
         argv[argv.index(flag) + 1] = value
@@ -61,27 +85,53 @@ def _replica(
 ) -> ReplicaSpec:
     planned = pool.replica(pool_name, index)
     launch = config.launch
+    is_ours = pool.engine == "sglang"
+    is_external = pool.engine == "sglang_external"
     return ReplicaSpec(
         name=planned.name,
         pool=pool_name,
         view=pool.weights,
+        engine=pool.engine,
+        url=pool.urls[index] if is_external else None,
         argv=planned.argv,
         env=planned.env,
         log_path=run.logs / f"engine-{planned.name}.log",
         ready_path=run.path / READY_FOLDER / f"{planned.name}.json",
-        expected={
-            "accelerator": pool.accelerator,
-            "weights": pool.weights,
-            "activations": pool.activations,
-            "kv": pool.kv,
-            "attention": pool.attention,
-        },
+        expected=_expected(pool),
+        token_env=TOKEN_VARIABLE if is_ours else config.sglang.api_key_env if is_external else None,
+        admin_token_env=(
+            ADMIN_TOKEN_VARIABLE
+            if is_ours
+            else config.sglang.admin_key_env
+            if is_external
+            else None
+        ),
         speed=pool.speed,
         max_running=pool.max_running,
         boot_timeout_s=launch.boot_timeout_s,
         update_timeout_s=launch.update_timeout_s,
         canary_tolerance_nats=pool.canary_tolerance_nats,
     )
+
+
+def _expected(pool: PoolPlan) -> dict[str, str]:
+    """What an engine must say of itself."""
+    fields = {
+        "accelerator": pool.accelerator,
+        "weights": pool.weights,
+        "activations": pool.activations,
+        "kv": pool.kv,
+        "attention": pool.attention,
+    }
+    if pool.engine == "embedded":
+        return fields
+    return fields | {
+        "linear_attention": pool.linear_attention,
+        "state": pool.state,
+        "moe": pool.moe,
+        "tp": str(pool.tp),
+        "version": SGLANG_VERSION,
+    }
 
 
 def _fleet(

@@ -20,7 +20,7 @@ from rlmix.loop.router_process import RouterProcess
 from rlmix.loop.specs import trainer_spec, worker_spec
 from rlmix.loop.workers import WorkerPool
 from rlmix.observe.run_dir import RunDir
-from rlmix.plan.build import TOKEN_VARIABLE
+from rlmix.plan.build import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE
 from rlmix.plan.runplan import RunPlan, thread_limits
 from rlmix.pools.fleet import Fleet
 from rlmix.pools.replica import Replica
@@ -46,6 +46,7 @@ class Runtime:
         self._run = run
         self._exit = contextlib.AsyncExitStack()
         self._token = secrets.token_urlsafe(24)
+        self._admin_token = secrets.token_urlsafe(24)
         self._cluster: RayCluster | None = None
         self.trainer: Handle
         self.router: RouterAdmin
@@ -139,7 +140,12 @@ class Runtime:
             Replica,
             name=f"replica-{spec.name}-{incarnation}",
             kwargs={"spec": spec},
-            env=thread_limits(1),
+            # Said here and not inherited, since a replica may be on another machine.
+            env={
+                **thread_limits(1),
+                TOKEN_VARIABLE: self._token,
+                ADMIN_TOKEN_VARIABLE: self._admin_token,
+            },
         )
 
 

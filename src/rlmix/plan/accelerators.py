@@ -7,16 +7,18 @@ only where one differs from its siblings.
 
 from rlmix.config.schema.pools import AcceleratorConfig
 
-NPU = "npu"
-ARCHITECTURES = ("sm80", "sm90", "sm100", "sm120", NPU)
+NPU, CPU = "npu", "cpu"
+ARCHITECTURES = ("sm80", "sm90", "sm100", "sm120", NPU, CPU)
+NO_LABEL = "none"
+"""Ray label of what is no accelerator: servers run on the machine's own CPU."""
 BLACKWELL_MINORS = {10: "sm100", 12: "sm120"}
 """B300 has compute capability 10.3 and takes the kernels of 10.0."""
 
 
 def architecture(chip: AcceleratorConfig) -> str:
-    """`sm80`, `sm90`, `sm100`, `sm120`, or `npu` for a chip without CUDA."""
+    """`sm80`, `sm90`, `sm100`, `sm120`, `npu` for a chip without CUDA, `cpu` for none at all."""
     if chip.compute_capability is None:
-        return NPU
+        return CPU if chip.ray_label == NO_LABEL else NPU
     major, minor = (int(part) for part in chip.compute_capability.split("."))
     return BLACKWELL_MINORS.get(major, f"sm{major}{minor}")
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from rlmix.config.schema.pools import AcceleratorConfig, PoolConfig, records_experts
 from rlmix.config.schema.train import TrainConfig
-from rlmix.plan.accelerators import architecture
+from rlmix.plan.accelerators import CPU, architecture
 from rlmix.plan.fit import pool_budget
 from rlmix.plan.memory import CONTEXTS_TOKENS
 from rlmix.plan.model_facts import ELEMENT_BYTES, REFERENCE, ModelFacts, bundled_facts
 from rlmix.plan.placement import Placement, mean_price, place
-from rlmix.plan.profiles import sglang_launch
+from rlmix.plan.profiles import CPU_CACHE_SHARE, sglang_launch
 from rlmix.plan.refusals import embedded_faults, judged, pool_faults, refuse, routing_faults
 from rlmix.plan.runplan import (
     EvaluationPlan,
@@ -41,14 +41,24 @@ faster than another."""
 TOKEN_VARIABLE = "RLMIX_TOKEN"
 """Environment variable in which the run's servers find their bearer token."""
 
+ADMIN_TOKEN_VARIABLE = "RLMIX_ADMIN_TOKEN"
+"""The same for the key that changes a real server: its weights, pauses, caches."""
 
-def build_plan(config: TrainConfig, *, facts: ModelFacts, python: str) -> RunPlan:
+REAL_ON_CPU_SPEED = 0.25
+"""Real SGLang on a CPU against an embedded replica, as far as the router knows before it has seen
+any turn: about 50 tokens a second against several hundred."""
+
+
+def build_plan(
+    config: TrainConfig, *, facts: ModelFacts, python: str, sglang_python: str | None = None
+) -> RunPlan:
     """Every process of the run.
 
     Args:
         config: has passed all checks.
         facts: sizes of the policy.
         python: interpreter of the child processes.
+        sglang_python: interpreter of real servers; None: the same.
     Raises:
         PlanError: lists everything that cannot be placed or run as asked.
     """
@@ -60,7 +70,14 @@ def build_plan(config: TrainConfig, *, facts: ModelFacts, python: str) -> RunPla
     pools: dict[str, PoolPlan] = {}
     for name, pool in config.pools.items():
         if name in real:
-            pools[name] = _real(name, pool, config, facts=facts, python=python, placement=placement)
+            pools[name] = _real(
+                name,
+                pool,
+                config,
+                facts=facts,
+                python=sglang_python or python,
+                placement=placement,
+            )
         else:
             pools[name] = _embedded(name, pool, config, facts=facts, python=python)
     pools = _with_speeds(pools)
@@ -102,7 +119,7 @@ def plan_faults(config: TrainConfig, facts: ModelFacts) -> list[str]:
 
 
 def _real_pools(config: TrainConfig) -> dict[str, PoolConfig]:
-    return {name: pool for name, pool in config.pools.items() if pool.engine == "sglang"}
+    return {name: pool for name, pool in config.pools.items() if pool.engine != "embedded"}
 
 
 def _trainer(config: TrainConfig, facts: ModelFacts, placement: Placement) -> TrainerPlan:
@@ -116,8 +133,7 @@ def _embedded(
     chip = config.accelerators[pool.accelerator]
     price, source = _price(pool, chip, (), {})
     context_tokens = config.session.max_context_tokens
-    held = facts.weight_bytes(pool_view(pool))
-    held += pool.max_running * context_tokens * facts.kv_elements * ELEMENT_BYTES[pool.kv]
+    held = _held_bytes(pool, facts, cached_tokens=pool.max_running * context_tokens)
     modelled = modelled_speed(
         bundled_facts(REFERENCE),
         chip,
@@ -141,6 +157,7 @@ def _embedded(
         memory_gib=held / 2**30,
         budget=None,
         nodes=(),
+        gpu_ids=(),
         tokens_per_s=None,
         speed=EMULATED_SPEED,
         modelled=modelled,
@@ -161,7 +178,27 @@ def _real(
     chip = config.accelerators[pool.accelerator]
     nodes = placement.pools.get(name, ())
     price, source = _price(pool, chip, nodes, placement.usd_per_hour)
-    launch = sglang_launch(pool, config, facts, architecture=architecture(chip), python=python)
+    kind = architecture(chip)
+    launch = sglang_launch(pool, config, facts, architecture=kind, python=python)
+    shared = _shared(pool, chip, price, source)
+    evidence = tuple(row.source for row in judged(pool, config, facts).evidence)
+    if kind == CPU:
+        cached_tokens = CPU_CACHE_SHARE * pool.max_running * config.session.max_context_tokens
+        return PoolPlan(
+            **{**shared, "gpus": 0},
+            is_emulated=False,
+            argv=launch.argv,
+            env=launch.env,
+            memory_gib=_held_bytes(pool, facts, cached_tokens=cached_tokens) / 2**30,
+            budget=None,
+            nodes=(),
+            gpu_ids=(),
+            tokens_per_s=None,
+            speed=REAL_ON_CPU_SPEED,
+            modelled=None,
+            by_context=(),
+            evidence=evidence,
+        )
     budget = pool_budget(pool, chip, facts)
     longest = config.session.max_context_tokens
     contexts = sorted({min(context, longest) for context in CONTEXTS_TOKENS})
@@ -186,18 +223,19 @@ def _real(
     }
     modelled = speeds[fleet_context]
     return PoolPlan(
-        **_shared(pool, chip, price, source),
+        **shared,
         is_emulated=False,
         argv=launch.argv,
         env=launch.env,
         memory_gib=budget.share_gib,
         budget=budget,
         nodes=nodes,
+        gpu_ids=placement.gpu_ids.get(name, ()),
         tokens_per_s=pool.replicas * modelled.tokens_per_s if modelled else None,
         speed=modelled.tokens_per_s if modelled else EMULATED_SPEED,
         modelled=modelled,
         by_context=tuple(speed for speed in speeds.values() if speed is not None),
-        evidence=tuple(row.source for row in judged(pool, config, facts).evidence),
+        evidence=evidence,
     )
 
 
@@ -223,6 +261,7 @@ def _shared(pool: PoolConfig, chip: AcceleratorConfig, price: float, source: str
         "price_source": source,
         "concurrency": pool.replicas * pool.max_running,
         "max_running": pool.max_running,
+        "urls": tuple(pool.urls),
         "canary_tolerance_nats": pool.canary_tolerance_nats,
     }
 
@@ -239,15 +278,21 @@ def _price(
 
 
 def _with_speeds(pools: dict[str, PoolPlan]) -> dict[str, PoolPlan]:
-    """Speeds relative to the fastest pool, which gets 1."""
-    real = [pool.speed for pool in pools.values() if not pool.is_emulated]
+    """Speeds of pools on accelerators relative to the fastest of them, which gets 1."""
+    real = {name for name, pool in pools.items() if pool.budget is not None}
     if not real:
         return pools
-    best = max(real)
+    best = max(pools[name].speed for name in real)
     return {
-        name: pool if pool.is_emulated else replace(pool, speed=pool.speed / best)
+        name: replace(pool, speed=pool.speed / best) if name in real else pool
         for name, pool in pools.items()
     }
+
+
+def _held_bytes(pool: PoolConfig, facts: ModelFacts, *, cached_tokens: int) -> float:
+    """Weights and a full cache of a replica on a CPU."""
+    cache = cached_tokens * facts.kv_elements * ELEMENT_BYTES[pool.kv]
+    return facts.weight_bytes(pool_view(pool)) + cache
 
 
 def _sum_or_none(values: list[float | None]) -> float | None:

@@ -1,14 +1,16 @@
 """Which replica stands on which machine. Pure.
 
 A replica's accelerators are in one machine. Replicas take machines of their kind in the order of
-the inventory, the trainer first, since it needs whole machines most. Without an inventory nothing
-is placed: Ray finds machines by label when the run starts.
+the inventory, the trainer first, since it needs whole machines most. Without an inventory no
+machine is named: Ray finds them by label, and accelerators are counted as if all were in this one.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from rlmix.config.schema.pools import PoolConfig
 from rlmix.config.schema.train import TrainConfig
+from rlmix.plan.accelerators import CPU, architecture
 
 
 @dataclass(slots=True)
@@ -25,6 +27,8 @@ class Placement:
     """Machine of each rank; empty without an inventory."""
     pools: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Pool -> machine of each replica."""
+    gpu_ids: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    """Pool -> accelerators of each replica, as its machine counts them."""
     usd_per_hour: dict[str, float] = field(default_factory=dict)
     """Machine -> price of one of its accelerators, where the inventory has one."""
     unused: dict[str, int] = field(default_factory=dict)
@@ -38,6 +42,7 @@ def place(config: TrainConfig) -> Placement:
     machines = list(_machines(config))
     placement = Placement()
     if not machines:
+        placement.gpu_ids = _on_one_machine(config)
         return placement
     for name, node in config.inventory.nodes.items():
         if node.usd_per_hour is not None:
@@ -46,17 +51,18 @@ def place(config: TrainConfig) -> Placement:
     trainer = config.trainer
     if trainer.device != "cpu":
         found = _take(machines, trainer.device, size=1, count=trainer.ranks)
-        placement.trainer = tuple(found)
+        placement.trainer = tuple(name for name, _ in found)
         if len(found) < trainer.ranks:
             placement.problems.append(
                 f"trainer.ranks: wants {trainer.ranks} {trainer.device}, the inventory has "
                 f"{len(found)}; lower trainer.ranks or add machines to inventory.nodes"
             )
     for name, pool in config.pools.items():
-        if pool.engine == "embedded":
+        if not _takes_accelerators(pool, config):
             continue
         found = _take(machines, pool.accelerator, size=pool.tp, count=pool.replicas)
-        placement.pools[name] = tuple(found)
+        placement.pools[name] = tuple(machine for machine, _ in found)
+        placement.gpu_ids[name] = tuple(ids for _, ids in found)
         if len(found) < pool.replicas:
             each = f" of {pool.tp}" if pool.tp > 1 else ""
             placement.problems.append(
@@ -74,12 +80,33 @@ def _machines(config: TrainConfig) -> Iterator[_Machine]:
             yield _Machine(f"{name}-{index}", node.accelerator, node.gpus, node.gpus)
 
 
-def _take(machines: list[_Machine], accelerator: str, *, size: int, count: int) -> list[str]:
-    found: list[str] = []
+def _takes_accelerators(pool: PoolConfig, config: TrainConfig) -> bool:
+    return pool.engine == "sglang" and architecture(config.accelerators[pool.accelerator]) != CPU
+
+
+def _on_one_machine(config: TrainConfig) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Accelerators counted through: the trainer's ranks first, then replica after replica."""
+    trainer = config.trainer
+    used = trainer.ranks if trainer.device != "cpu" else 0
+    found: dict[str, tuple[tuple[int, ...], ...]] = {}
+    for name, pool in config.pools.items():
+        if _takes_accelerators(pool, config):
+            starts = [used + index * pool.tp for index in range(pool.replicas)]
+            found[name] = tuple(tuple(range(start, start + pool.tp)) for start in starts)
+            used += pool.replicas * pool.tp
+    return found
+
+
+def _take(
+    machines: list[_Machine], accelerator: str, *, size: int, count: int
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Machine and accelerators of each of up to `count`."""
+    found: list[tuple[str, tuple[int, ...]]] = []
     for machine in machines:
         while machine.accelerator == accelerator and machine.free >= size and len(found) < count:
+            first = machine.gpus - machine.free
             machine.free -= size
-            found.append(machine.name)
+            found.append((machine.name, tuple(range(first, first + size))))
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlmix.config.schema.pools import PoolConfig, records_experts
 from rlmix.config.schema.train import TrainConfig
-from rlmix.plan.accelerators import NPU
+from rlmix.plan.accelerators import CPU, NPU
 from rlmix.plan.memory import STATE_SLOTS_PER_REQUEST
 from rlmix.plan.model_facts import ModelFacts
 
@@ -27,6 +27,9 @@ NVFP4_GEMM = {"sm90": "marlin", "sm80": "marlin", "sm120": "flashinfer_cutlass"}
 BF16_GEMM = {"sm100": "cutedsl"}
 CHUNKED_PREFILL_TOKENS = 8192
 """Largest chunk at which FlashInfer's gated-delta-net prefill of SM100 was validated."""
+CPU_CACHE_SHARE = 2
+"""Tokens of cache on a CPU, as a multiple of what full requests take: the rest keeps prefixes.
+Sized in tokens, because a share of the machine's memory would be filled with zeros at the start."""
 STATE_TRACK_TOKENS = 256
 """A prefix of a hybrid model is found again at multiples of this."""
 MIN_MASK_TOKENS = 4096
@@ -45,7 +48,8 @@ def sglang_launch(
     pool: PoolConfig, config: TrainConfig, facts: ModelFacts, *, architecture: str, python: str
 ) -> Launch:
     """The server of one replica. `{model_path}`, `{port}` and `{weight_version}` are filled in at
-    every start; the port is one that is free on the replica's machine."""
+    every start; the port is one that is free on the replica's machine. Keys are in neither
+    arguments nor environment: they are made at the start of a run (`engine.sglang.serve`)."""
     arguments: dict[str, Any] = {
         "model-path": "{model_path}",
         "host": config.net.bind,
@@ -67,6 +71,8 @@ def sglang_launch(
         "sampling-defaults": "openai",
         "sampling-mask-max-tokens": max(MIN_MASK_TOKENS, 2 * config.algo.top_k),
         "enable-metrics": True,
+        # An idle scheduler would poll, and take a core.
+        "sleep-on-idle": True,
         "log-level-http": "warning",
         "skip-server-warmup": True,
     }
@@ -74,6 +80,8 @@ def sglang_launch(
     arguments |= _recurrent(pool, facts)
     if architecture == NPU:
         arguments["device"] = "npu"
+    elif architecture == CPU:
+        arguments |= _on_cpu(pool, config)
     elif pool.tp > 1:
         # Otherwise switched on for some chips only, which sums in another order.
         arguments["enforce-disable-flashinfer-allreduce-fusion"] = True
@@ -88,6 +96,17 @@ def sglang_launch(
     )
 
 
+def _on_cpu(pool: PoolConfig, config: TrainConfig) -> dict[str, Any]:
+    """What a machine without an accelerator needs: it proves the protocol, not speed."""
+    tokens = CPU_CACHE_SHARE * pool.max_running * config.session.max_context_tokens
+    return {
+        "device": "cpu",
+        "max-total-tokens": tokens,
+        "disable-overlap-schedule": True,
+        "cuda-graph-max-bs-decode": False,
+    }
+
+
 def _products(
     pool: PoolConfig, facts: ModelFacts, architecture: str, *, is_exact: bool
 ) -> dict[str, Any]:
@@ -99,7 +118,7 @@ def _products(
         chosen["moe-runner-backend"] = pool.moe
         # Some runners switch it off by themselves, others do not.
         chosen["disable-shared-experts-fusion"] = True
-    if architecture == NPU:
+    if architecture in (NPU, CPU):
         return chosen
     chosen["bf16-gemm-backend"] = "torch" if is_exact else BF16_GEMM.get(architecture, "torch")
     if pool.weights == "fp8":
@@ -135,12 +154,16 @@ def _environment(pool: PoolConfig, architecture: str) -> dict[str, str]:
     """Variables that decide numbers or health, named whether or not they are SGLang's defaults."""
     env = {
         "PYTHONUNBUFFERED": "1",
+        # Many processes share a machine; thread pools of its size in each only wait.
+        "OMP_NUM_THREADS": "1",
         # A health probe would wait for a generation and mark a paused server as sick.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         # Logprobs after temperature, as the trainer takes them.
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
         "SGLANG_MAMBA_CONV_DTYPE": "bfloat16",
     }
+    if architecture == CPU:
+        return env | {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     if architecture == NPU:
         return env | {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
     if pool.weights == "fp8":

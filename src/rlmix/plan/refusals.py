@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from rlmix.config.schema.pools import PoolConfig, records_experts
 from rlmix.config.schema.train import TrainConfig
 from rlmix.core.errors import PlanError
-from rlmix.plan.accelerators import ARCHITECTURES, architecture
+from rlmix.plan.accelerators import ARCHITECTURES, CPU, architecture
 from rlmix.plan.capabilities import Combination, Judgement, Row, judge, refusal_text
 from rlmix.plan.engine_args import argument_faults
 from rlmix.plan.fit import fit_faults
@@ -109,7 +109,16 @@ def pool_faults(
         yield refusal_text(name, seen, row)
     yield from argument_faults(name, pool, is_moe=facts.is_moe)
     context_tokens = config.session.max_context_tokens
-    if pool.kv != "fp32" and (not facts.is_hybrid or pool.state != "none"):
+    if kind == CPU:
+        if pool.tp > 1:
+            yield f"pools.{name}.tp: got {pool.tp} on {pool.accelerator}, which has one; use 1"
+        if facts.is_hybrid:
+            yield (
+                f"pools.{name}.accelerator: got {pool.accelerator}, and SGLang's CUDA wheel has no "
+                f"CPU kernels for the gated-delta-net layers of {facts.name}; set another one, or "
+                f"pools.{name}.engine=embedded with a smaller model"
+            )
+    elif pool.kv != "fp32" and (not facts.is_hybrid or pool.state != "none"):
         yield from fit_faults(name, pool, chip, facts, context_tokens=context_tokens)
     if facts.max_context_tokens is not None and context_tokens > facts.max_context_tokens:
         yield (

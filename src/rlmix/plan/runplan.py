@@ -65,6 +65,11 @@ class PoolPlan:
     """How that divides; None for emulated pools, which hold a small model on a CPU."""
     nodes: tuple[str, ...]
     """Machine of each replica; empty without an inventory, when Ray finds them by label."""
+    gpu_ids: tuple[tuple[int, ...], ...]
+    """Accelerators of each replica, as its machine counts them; without an inventory one machine
+    is meant. Empty where nothing stands on accelerators."""
+    urls: tuple[str, ...]
+    """Servers that run already, one for each replica; empty where rlmix starts them."""
     ray_label: str
     price_source: str
     tokens_per_s: float | None
@@ -89,7 +94,10 @@ class PoolPlan:
         """The plan of replica `index` (from 0) of this pool, which is called `pool`."""
         name = f"{pool}-{index}"
         argv = tuple(name if part == "{replica}" else part for part in self.argv)
-        return ReplicaPlan(name=name, pool=pool, argv=argv, env=dict(self.env))
+        env = dict(self.env)
+        if self.gpu_ids:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpu_ids[index]))
+        return ReplicaPlan(name=name, pool=pool, argv=argv, env=env)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,6 +235,7 @@ def _pool(values: Mapping[str, Any]) -> PoolPlan:
     modelled, budget = values["modelled"], values["budget"]
     nested = {
         "modelled": ModelledSpeed(**modelled) if modelled else None,
+        "gpu_ids": [tuple(ids) for ids in values["gpu_ids"]],
         "by_context": [ModelledSpeed(**speed) for speed in values["by_context"]],
         "budget": MemoryBudget(**budget) if budget else None,
     }

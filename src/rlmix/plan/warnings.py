@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from rlmix.config.schema.pools import PoolConfig
 from rlmix.config.schema.train import TrainConfig
-from rlmix.plan.accelerators import multiplies
+from rlmix.plan.accelerators import CPU, architecture, multiplies
 from rlmix.plan.capabilities import UNKNOWN, judge
 from rlmix.plan.fit import fit_warnings
 from rlmix.plan.matrix import ROWS
@@ -78,6 +78,9 @@ def _real_warnings(
 ) -> Iterator[str]:
     chip = config.accelerators[pool.accelerator]
     longest = config.session.max_context_tokens
+    if architecture(chip) == CPU:
+        yield f"{name}: real SGLang on a CPU, which proves the protocol and says nothing of speed"
+        return
     yield from fit_warnings(name, pool, chip, facts, longest)
     if judge(combination(pool, config, facts), ROWS).verdict == UNKNOWN:
         yield (

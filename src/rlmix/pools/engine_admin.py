@@ -4,6 +4,8 @@ Probes use `/ping`, `/v1/loads` and `/model_info`; never `/health`, which genera
 through pauses and can mark a healthy server unhealthy (SGLang 0.5.23).
 """
 
+import itertools
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,11 @@ import orjson
 from rlmix.core.errors import EngineError
 from rlmix.pools.spec import CanaryOutput, ReplicaLoad
 
+log = logging.getLogger(__name__)
+
+UPDATED_UNFLUSHED = "cache was not flushed"
+"""In the message of a refusal that comes after the weights were changed (SGLang 0.5.23)."""
+
 PROBE_TIMEOUT_S = 5.0
 """For answers that need no computation."""
 
@@ -22,12 +29,20 @@ class EngineAdmin:
     """Talks to one engine: a few requests a second at most, each on its own connection, so that
     there is nothing to close and nothing stale after the engine was paused or stopped."""
 
-    def __init__(self, url: str, *, name: str, token: str | None) -> None:
+    def __init__(
+        self, url: str, *, name: str, token: str | None, admin_token: str | None = None
+    ) -> None:
+        """
+        Args:
+            token: for reading and sampling.
+            admin_token: for what changes the engine, which a real server with an admin key gives
+                to nobody else; None: `token` does.
+        """
         self.url = url.rstrip("/")
         self._name = name
-        self._headers = {"Content-Type": "application/json"}
-        if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
+        self._token = token
+        self._admin_token = token if admin_token is None else admin_token
+        self._canaries = itertools.count()
 
     async def server_info(self) -> dict[str, Any]:
         return await self._ask("GET", "/server_info", timeout_s=PROBE_TIMEOUT_S)
@@ -37,9 +52,15 @@ class EngineAdmin:
         info = await self._ask("GET", "/model_info", timeout_s=PROBE_TIMEOUT_S)
         return str(info.get("weight_version", ""))
 
+    async def loads_document(self) -> dict[str, Any]:
+        return await self._ask("GET", "/v1/loads?include=all", timeout_s=PROBE_TIMEOUT_S)
+
     async def loads(self) -> ReplicaLoad:
-        answer = await self._ask("GET", "/v1/loads?include=all", timeout_s=PROBE_TIMEOUT_S)
-        return read_loads(answer)
+        return read_loads(await self.loads_document())
+
+    async def ping(self) -> None:
+        """Raises EngineError when the server is not there, or says that it is sick."""
+        await self._ask("GET", "/ping", timeout_s=PROBE_TIMEOUT_S)
 
     async def pause(self, mode: str, *, timeout_s: float) -> None:
         await self._ask("POST", "/pause_generation", {"mode": mode}, timeout_s=timeout_s)
@@ -66,18 +87,33 @@ class EngineAdmin:
             "abort_all_requests": False,
         }
         answer = await self._ask("POST", "/update_weights_from_disk", body, timeout_s=timeout_s)
-        if answer.get("success") is not True:
-            raise EngineError(
-                f"pools: {self._name} refused version {version} from {folder}: "
-                f"{answer.get('message', answer)}"
-            )
+        if answer.get("success") is True:
+            return
+        message = str(answer.get("message", answer))
+        if flush_cache and UPDATED_UNFLUSHED in message:
+            # Weights and version did change; only prefixes of the old ones are still there.
+            log.warning("pools: %s: %s", self._name, message)
+            await self.flush_cache(timeout_s=timeout_s)
+            return
+        raise EngineError(f"pools: {self._name} refused version {version} from {folder}: {message}")
+
+    async def flush_cache(self, *, timeout_s: float) -> None:
+        """Forget every cached prefix, once nothing holds one.
+
+        Raises:
+            EngineError: something still held one at the end; what is sampled next would mix KV of
+                two versions.
+        """
+        path = f"/flush_cache?timeout_s={timeout_s:g}"
+        await self._ask("POST", path, {}, timeout_s=timeout_s + PROBE_TIMEOUT_S)
 
     async def canary(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int, timeout_s: float
     ) -> CanaryOutput:
         """Sample greedily from one prompt."""
         body = {
-            "rid": f"canary-{self._name}",
+            # One at a time may have a name.
+            "rid": f"canary-{self._name}-{next(self._canaries)}",
             "input_ids": list(prompt_ids),
             "sampling_params": {
                 "max_new_tokens": max_new_tokens,
@@ -113,9 +149,13 @@ class EngineAdmin:
         """One exchange. A 400 with a JSON body is an answer: SGLang says `success: false` so."""
         data = None if body is None else orjson.dumps(body)
         timeout = aiohttp.ClientTimeout(total=timeout_s)
+        headers = {"Content-Type": "application/json"}
+        is_admin = method == "POST" and path != "/generate"
+        if token := self._admin_token if is_admin else self._token:
+            headers["Authorization"] = f"Bearer {token}"
         try:
             async with (
-                aiohttp.ClientSession(headers=self._headers, timeout=timeout) as http,
+                aiohttp.ClientSession(headers=headers, timeout=timeout) as http,
                 http.request(method, self.url + path, data=data) as response,
             ):
                 content = await response.read()

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rlmix.core.errors import EngineError, LaunchError
+from rlmix.engine.sglang.launch import start_command, start_environment
+from rlmix.engine.sglang.readback import compare, numerics_of
 from rlmix.launch.process import ChildProcess, describe_exit, log_tail
 from rlmix.pools.engine_admin import PROBE_TIMEOUT_S, EngineAdmin
 from rlmix.pools.spec import (
@@ -27,6 +29,10 @@ from rlmix.pools.spec import (
 from rlmix.weights.store import verify_version
 
 log = logging.getLogger(__name__)
+
+WATCH_EXTERNAL_EVERY_S = 1.0
+EXTERNAL_SILENCES = 5
+"""An external server that did not answer this often in a row is gone for us."""
 
 CANARY_TIMEOUT_S = 60.0
 """For one canary prompt on an engine that may still be warming up."""
@@ -51,42 +57,101 @@ class Replica:
         """
         spec = self._spec
         await asyncio.to_thread(verify_version, folder)
-        values = {
-            "{model_path}": str(folder),
-            "{weight_version}": str(version),
-            "{ready_file}": str(spec.ready_path),
-        }
-        self._child = ChildProcess.start(
-            [_fill(word, values) for word in spec.argv],
-            name=spec.name,
-            log_path=spec.log_path,
-            env=spec.env,
-            ready_path=spec.ready_path,
-        )
-        ready = await self._child.wait_ready(spec.boot_timeout_s)
-        token = os.environ.get(spec.token_env) if spec.token_env else None
-        self._admin = EngineAdmin(ready["url"], name=spec.name, token=token)
+        token, admin_token = _secret(spec.token_env), _secret(spec.admin_token_env)
+        url = spec.url
+        if url is None:
+            self._child = self._start(version, folder, api_key=token, admin_key=admin_token)
+            url = str((await self._child.wait_ready(spec.boot_timeout_s))["url"])
+        self._admin = EngineAdmin(url, name=spec.name, token=token, admin_token=admin_token)
         info = await self._admin.server_info()
-        check_plan(spec, info)
+        numerics_key, unverified = await self._identify(info)
         served = str(info.get("weight_version", ""))
         if served != str(version):
             log.info("started with version %r, loading %d", served, version)
             await self._load(version, folder, pause_mode="abort")
         return ReplicaInfo(
-            url=ready["url"],
-            pid=self._child.pid,
-            numerics_key=str(info.get("numerics_key", "")),
+            url=url,
+            pid=0 if self._child is None else self._child.pid,
+            numerics_key=numerics_key,
             version=version,
+            unverified=unverified,
         )
+
+    def _start(
+        self, version: int, folder: Path, *, api_key: str | None, admin_key: str | None
+    ) -> ChildProcess:
+        """The engine's process, on the files of a version."""
+        spec = self._spec
+        values = {
+            "{model_path}": str(folder),
+            "{weight_version}": str(version),
+            "{ready_file}": str(spec.ready_path),
+        }
+        argv: Sequence[str] = spec.argv
+        env = dict(spec.env)
+        if spec.engine == "sglang":
+            env |= start_environment(
+                argv,
+                ready_path=spec.ready_path,
+                api_key=api_key,
+                admin_key=admin_key,
+                environ=os.environ,
+            )
+            argv = start_command(argv)
+        return ChildProcess.start(
+            [_fill(word, values) for word in argv],
+            name=spec.name,
+            log_path=spec.log_path,
+            env=env,
+            ready_path=spec.ready_path,
+        )
+
+    async def _identify(self, info: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+        """The engine's numerics key, and the planned settings that it says nothing of.
+
+        Raises:
+            PlanMismatch: what it says differs from the plan.
+        """
+        spec = self._spec
+        if spec.engine == "embedded":
+            check_plan(spec, info)
+            return str(info.get("numerics_key", "")), ()
+        found = compare(
+            spec.argv,
+            info,
+            await self._engine().loads_document(),
+            accelerator=spec.expected["accelerator"],
+            version=spec.expected["version"],
+        )
+        if found.differences:
+            raise PlanMismatch(f"pools: {spec.name}: " + "; ".join(found.differences))
+        if found.unverified:
+            log.info("not reported by the server: %s", ", ".join(found.unverified))
+        return numerics_of(spec.expected, info).compact(), found.unverified
 
     async def watch(self) -> str:
         """Wait until the engine has ended; returns how, with the last lines of its log."""
+        if self._spec.url is not None:
+            return await self._watch_external()
         child = self._started()
         returncode = await child.wait_exit()
         return (
             f"the engine ended with {describe_exit(returncode)}; log {child.log_path}:\n"
             f"{log_tail(child.log_path, lines=5)}"
         )
+
+    async def _watch_external(self) -> str:
+        """Until a server that is not ours has not answered several times in a row."""
+        silences = 0
+        while True:
+            try:
+                await self._engine().ping()
+                silences = 0
+            except EngineError as error:
+                silences += 1
+                if silences >= EXTERNAL_SILENCES:
+                    return f"the external server is gone: {error}"
+            await asyncio.sleep(WATCH_EXTERNAL_EVERY_S)
 
     async def activate(self, version: int, folder: Path, pause_mode: str) -> UpdateReport:
         """Verify a version's files while serving, then load them in a pause.
@@ -176,6 +241,11 @@ def check_plan(spec: ReplicaSpec, info: Mapping[str, Any]) -> None:
     ]
     if differences:
         raise PlanMismatch(f"pools: {spec.name}: " + "; ".join(differences))
+
+
+def _secret(variable: str | None) -> str | None:
+    """From the environment of the replica's process, the only place where secrets are."""
+    return os.environ.get(variable) if variable else None
 
 
 def _fill(word: str, values: Mapping[str, str]) -> str:

@@ -63,8 +63,14 @@ class ReplicaSpec:
     canary_tolerance_nats: float
     """Largest mean absolute difference between the canary's sampler logprobs and the trainer's
     that the pool's number format explains."""
+    engine: str = "embedded"
+    """`embedded`, `sglang`, or `sglang_external`: a server that runs already, at `url`."""
+    url: str | None = None
+    """Of an external server; it is joined and left, never started or stopped."""
     token_env: str | None = None
     """Environment variable that holds the run's bearer token; None: the engine asks for none."""
+    admin_token_env: str | None = None
+    """The same for what changes the engine: weights, pauses. None: the token does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +106,8 @@ class ReplicaInfo:
     """Of the engine process."""
     numerics_key: str
     version: int
+    unverified: tuple[str, ...] = ()
+    """Planned settings of which the engine says nothing, e.g. the chip of a server on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -164,7 +164,7 @@ def test_pools_are_checked_one_by_one() -> None:
         "pools.h200.tp: got 2, and an embedded replica is one process; use 1; "
         "for more throughput raise pools.h200.replicas",
         "pools.h100.accelerator: got 'h10'; accelerators has b300, b200, h200, h100, a100, "
-        "rtx_pro_6000, ascend_910c, l40s; did you mean h100?",
+        "rtx_pro_6000, ascend_910c, cpu, l40s; did you mean h100?",
         "pools.a100.engine_args: got page_size, and the embedded engine takes no further "
         "arguments; remove them",
         "pools.b/200: the name of a pool becomes part of file and metric names; use letters, "

@@ -168,16 +168,18 @@ def test_the_likely_key_is_found_among_siblings_and_in_other_sections(
         ("loop={steps: 3}", "loop is a section, not a value"),
         (
             "pools={}",
-            "is chosen by the name of a file; files: b200_bf16, b200_nvfp4, qwen36_mixed, six, two",
+            "is chosen by the name of a file; files: b200_bf16, b200_nvfp4, qwen36_mixed, "
+            "sglang_and_nvfp4, six, two",
         ),
         (
             "pools=[two]",
-            "is chosen by the name of a file; files: b200_bf16, b200_nvfp4, qwen36_mixed, six, two",
+            "is chosen by the name of a file; files: b200_bf16, b200_nvfp4, qwen36_mixed, "
+            "sglang_and_nvfp4, six, two",
         ),
         (
             "experiment=tinny",
             "no file 'tinny' in group experiment; files: qwen36_b200, qwen36_b200_nvfp4, "
-            "qwen36_mixed, tiny; did you mean tiny?",
+            "qwen36_mixed, tiny, tiny_sglang; did you mean tiny?",
         ),
         ("experiment=null", "leave this argument out"),
         ("polls@pools.x=embedded_bf16", "no group 'polls'"),

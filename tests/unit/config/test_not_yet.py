@@ -16,7 +16,6 @@ def test_the_default_run_and_the_small_one_can_start() -> None:
 def test_everything_that_only_a_plan_serves_is_told_at_once() -> None:
     lines = refused("experiment=qwen36_b200", "numerics.consistency=exact")
     assert [line.split(":")[0] for line in lines] == [
-        "pools.b200.engine=sglang",
         "tasks.source=mimo",
         "eval.data=swe_bench_pro_v2",
         "numerics.consistency=exact",

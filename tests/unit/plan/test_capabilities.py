@@ -35,8 +35,13 @@ BF16_NPU = replace(
     BF16_A100, accelerator="ascend_910c", architecture="npu", attention="ascend", kv="bf16",
     linear_attention="ascend", state="bf16", moe="auto",
 )  # fmt: skip
+BF16_CPU = replace(
+    BF16_NPU, accelerator="cpu", architecture="cpu", attention="torch_native",
+    linear_attention="none", state="none", is_hybrid=False,
+)  # fmt: skip
 WORKING = {
     "sm100": NVFP4_B200, "sm90": FP8_H100, "sm80": BF16_A100, "sm120": BF16_RTX, "npu": BF16_NPU,
+    "cpu": BF16_CPU,
 }  # fmt: skip
 """Architecture -> a combination of the public mixed run, or of a recipe."""
 REFUSALS = [row for row in ROWS if row.verdict == REFUSED]

@@ -64,6 +64,8 @@ class PoolConfig:
     """Record which experts each token took; None: when `algo.routing_replay` wants them."""
     usd_per_hour: float | None
     """Price of one accelerator of this pool; None takes that of `accelerators`."""
+    urls: list[str] = field(default_factory=list)
+    """Servers that run already, one for each replica of an external pool."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the engine, without dashes."""
 

@@ -29,6 +29,18 @@ class RouterConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class SglangConfig:
+    """Where real servers are, or are started."""
+
+    python: str | None
+    """Interpreter that has SGLang; None: the one that `scripts/sglang-env` makes."""
+    api_key_env: str
+    """Environment variable with the API key of external servers; unset: they ask for none."""
+    admin_key_env: str
+    """The same for their admin key."""
+
+
+@dataclass(kw_only=True, slots=True)
 class NetConfig:
     bind: str
     """Address that every server listens on."""

@@ -23,6 +23,7 @@ from rlmix.config.schema.run import (
     ObserveConfig,
     RouterConfig,
     RunConfig,
+    SglangConfig,
 )
 from rlmix.config.schema.sessions import EvalConfig, SandboxConfig, SessionConfig, TasksConfig
 
@@ -45,6 +46,7 @@ class TrainConfig:
     router: RouterConfig
     numerics: NumericsConfig
     net: NetConfig
+    sglang: SglangConfig
     launch: LaunchConfig
     alarms: AlarmsConfig
     observe: ObserveConfig

@@ -1,0 +1,51 @@
+"""What a run of real servers needs on this machine, looked for before anything starts.
+
+A plan can be made anywhere; starting it wants SGLang, accelerators, and a pool that can evaluate.
+Invariant: everything that is missing is told at once, each with what to do.
+"""
+
+import os
+from pathlib import Path
+
+from rlmix.config.schema.train import TrainConfig
+from rlmix.engine.sglang.environment import is_runnable, sglang_python
+from rlmix.loop.fleets import NO_EVALUATION, evaluating_pool
+from rlmix.plan.capabilities import SGLANG_VERSION
+from rlmix.plan.runplan import RunPlan
+
+DEVICES = Path("/dev")
+
+
+def interpreter(config: TrainConfig) -> str:
+    """Python of real servers, whether or not it is there."""
+    named = config.sglang.python
+    return str(sglang_python(named, version=SGLANG_VERSION, environ=os.environ))
+
+
+def start_faults(plan: RunPlan, config: TrainConfig, *, devices: Path = DEVICES) -> list[str]:
+    """Why this plan cannot be started here, one line each."""
+    faults = []
+    started = {name: pool for name, pool in plan.pools.items() if pool.engine == "sglang"}
+    python = Path(interpreter(config))
+    if started and not is_runnable(python):
+        faults.append(
+            f"pools.{next(iter(started))}.engine=sglang: no SGLang is installed at {python}; run "
+            "scripts/sglang-env, which makes that environment, or set sglang.python to an "
+            f"interpreter that has sglang {SGLANG_VERSION}"
+        )
+    wanted = {
+        name: max(max(ids) for ids in pool.gpu_ids) + 1
+        for name, pool in started.items()
+        if pool.gpu_ids
+    }
+    found = len(list(devices.glob("nvidia[0-9]*")))
+    for name, count in wanted.items():
+        if count > found:
+            faults.append(
+                f"pools.{name}.accelerator={plan.pools[name].accelerator}: this machine has "
+                f"{found} accelerators, and the last replica stands on number {count}; lower "
+                f"pools.{name}.replicas, or take engine=embedded"
+            )
+    if config.loop.eval_tasks and evaluating_pool(plan) is None:
+        faults.append(NO_EVALUATION)
+    return faults
