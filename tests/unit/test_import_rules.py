@@ -36,7 +36,8 @@ ALLOWED: dict[str, str] = {
     "engine": "core numerics observe model",
     "router": "core observe engine.protocol engine.arguments model.bundle",
     "sessions": "core engine sandbox tasks model",
-    "pools": "core observe plan engine router.client launch.process launch.handle weights.store",
+    "pools": "core observe plan engine router.client launch.process launch.handle weights.store "
+    "weights.push",
     "batch": "core algos",
     "weights": "core observe numerics",
     "trainer": "core algos numerics batch weights observe model",

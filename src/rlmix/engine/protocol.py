@@ -28,6 +28,17 @@ REHOMED_HEADER = "X-Rlmix-Rehomed"
 
 RECORD_MODES = ("support", "head", "none")
 
+NEUTRAL_PARAMS = {
+    "min_p": 0.0,
+    "min_new_tokens": 0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "n": 1,
+}
+"""What we never use, sent all the same: SGLang fills in from the model's generation_config.json
+whatever a request leaves out."""
+
 GREEDY_TEMPERATURE = 1e-6
 """Below this SGLang samples greedily and reports logprobs at temperature 1."""
 
@@ -55,6 +66,8 @@ class SamplingParams:
     """The first of them that is sampled ends the turn and is part of the output."""
     seed: int | None = None
     """None: the engine chooses."""
+    ignore_eos: bool = False
+    """True: only `max_new_tokens` ends the turn. For probes."""
 
     @property
     def is_greedy(self) -> bool:
@@ -82,6 +95,8 @@ class GenerateRequest:
     """With `support` and at least 1, a head of that many is reported beside the kept sets."""
     min_version: int | None = None
     """Oldest acceptable weight version; a replica that is behind answers 409."""
+    cache_salt: str | None = None
+    """Prefixes are shared only among requests of one salt. None: among all that have none."""
     experts_shape: tuple[int, int] | None = None
     """Layers and experts per token of the model: asks for the experts that tokens were routed to.
     None asks for none. SGLang answers them without their shape."""
@@ -158,9 +173,9 @@ def request_body(request: GenerateRequest) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        "min_p": 0.0,
+        **NEUTRAL_PARAMS,
         "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": False,
+        "ignore_eos": sampling.ignore_eos,
     }
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
@@ -175,6 +190,8 @@ def request_body(request: GenerateRequest) -> dict[str, Any]:
     if needs_kept_sets(request):
         body["return_sampling_mask"] = True
         body["sampling_logprobs_mode"] = "support" if request.record == "support" else "selected"
+    if request.cache_salt is not None:
+        body["cache_salt"] = request.cache_salt
     if request.experts_shape is not None:
         body["return_routed_experts"] = True
         body["routed_experts_start_len"] = request.experts_start

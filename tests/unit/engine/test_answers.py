@@ -173,7 +173,7 @@ def orjson_read(document):
         ({"output_token_sampling_logprobs": [[-0.7, -1e39], [0]]}, "logprob -inf is not"),
         ({"output_token_sampling_logprobs": [["a", -1], [0]]}, "could not convert"),
         ({"output_token_sampling_logprobs": [-1.0, 0]}, "lacks or misplaces a field"),
-        ({"output_token_sampling_mask_length": [2, 3]}, r"hold \[2, 1\] ids.*kept \[2, 3\]"),
+        ({"output_token_sampling_mask_length": 3}, "2 kept sets, the engine counts 3"),
         ({"weight_versions": [{"version": "1", "start": 0, "end": 1}]}, "do not cover 2 tokens"),
     ],
 )
@@ -247,5 +247,5 @@ def test_a_frame_without_what_was_asked_for_is_an_error():
 def test_documents_keep_the_shapes_of_the_real_server():
     meta = generate_document(ANSWER)["meta_info"]
     assert [ids.tolist() for ids in meta["output_token_sampling_mask"]] == [[5, 9], [7]]
-    assert meta["output_token_sampling_mask_length"].tolist() == [2, 1]
+    assert meta["output_token_sampling_mask_length"] == 2
     assert [len(values) for values in meta["output_token_sampling_logprobs"]] == [2, 1]

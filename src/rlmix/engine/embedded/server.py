@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from torch import Tensor
 
 from rlmix.core.errors import WeightSyncError
 from rlmix.core.numerics_key import NumericsKey
@@ -23,10 +24,11 @@ from rlmix.engine.embedded.metrics import prometheus_text
 from rlmix.engine.embedded.profile import Profile
 from rlmix.engine.embedded.requests import Request, parse_request
 from rlmix.engine.embedded.scheduler import PAUSE_MODES, Scheduler
-from rlmix.engine.embedded.weights import load_weights
+from rlmix.engine.embedded.weights import ModelWeights, load_weights, replace_tensors
 from rlmix.engine.http import Call, Handler, JsonServer, RequestError, reply_json, reply_text
 from rlmix.engine.negotiation import reply_answer
 from rlmix.engine.protocol import MIN_VERSION_HEADER
+from rlmix.engine.pushes import PushEndpoints
 
 DRAIN_LIMIT_S = 600.0
 """Longest that an update on an unpaused engine waits for the running requests."""
@@ -70,6 +72,7 @@ class EmbeddedServer:
         self._numbers = itertools.count()
         self._wake = asyncio.Event()
         self._updating = asyncio.Lock()
+        self._pushes = PushEndpoints(self._take_pushed)
         self._http = JsonServer(self._routes())
 
     def _routes(self) -> dict[tuple[str, str], Handler]:
@@ -88,6 +91,7 @@ class EmbeddedServer:
             ("GET", "/model_info"): self._model_info,
             ("GET", "/v1/loads"): self._loads,
             ("GET", "/metrics"): self._metrics,
+            **self._pushes.routes(),
         }
         for method in ("GET", "POST"):
             routes[method, "/flush_cache"] = self._flush
@@ -162,52 +166,79 @@ class EmbeddedServer:
 
     async def _update_weights(self, call: Call) -> web.Response:
         body = await call.json()
-        model_path, version = body.get("model_path"), body.get("weight_version")
+        model_path = body.get("model_path")
         if not isinstance(model_path, str):
             raise RequestError(400, f"model_path={model_path!r}; give the view folder")
+        folder = Path(model_path)
+        scheduler, profile = self._scheduler, self._profile
+        return await self._replace(
+            lambda: load_weights(
+                folder, shape=scheduler.shape, profile=profile, served=scheduler.weights.spec
+            ),
+            body=body,
+            source=str(folder),
+            folder=folder,
+        )
+
+    async def _take_pushed(
+        self, received: dict[str, Tensor], *, body: dict[str, Any], source: str
+    ) -> web.Response:
+        scheduler, profile = self._scheduler, self._profile
+        return await self._replace(
+            lambda: replace_tensors(
+                scheduler.weights, received, shape=scheduler.shape, profile=profile
+            ),
+            body=body,
+            source=source,
+        )
+
+    async def _replace(
+        self,
+        make: Callable[[], ModelWeights],
+        *,
+        body: dict[str, Any],
+        source: str,
+        folder: Path | None = None,
+    ) -> web.Response:
+        """Serve other weights, made in a thread, as an update's `body` asks; `folder` is where
+        they came from, None when they were pushed."""
+        version = body.get("weight_version")
         if version is not None and not str(version).isdecimal():
             raise RequestError(400, f"weight_version={version!r}; give a decimal policy version")
-        async with self._updating:
-            return await self._update_locked(
-                Path(model_path),
-                version=None if version is None else int(version),
-                flushes=body.get("flush_cache", True),
-                aborts=bool(body.get("abort_all_requests", False)),
-            )
-
-    async def _update_locked(
-        self, folder: Path, *, version: int | None, flushes: bool, aborts: bool
-    ) -> web.Response:
         scheduler = self._scheduler
-        started_s = time.monotonic()
-        try:
-            # In a thread, so that /ping and running requests go on while tensors are decoded.
-            weights = await asyncio.to_thread(
-                load_weights, folder, shape=scheduler.shape, profile=self._profile
+        async with self._updating:
+            started_s = time.monotonic()
+            # Who arrives from now on gets the new weights; who runs goes on while they are made.
+            scheduler.is_holding = True
+            try:
+                weights = await asyncio.to_thread(make)
+                if body.get("abort_all_requests"):
+                    scheduler.abort(None)
+                await self._drain()
+            except WeightSyncError as error:
+                log.warning("weights refused: %s", error)
+                return self._update_reply(success=False, message=str(error))
+            finally:
+                scheduler.is_holding = False
+                self._wake.set()
+            num_stale = scheduler.num_running
+            scheduler.replace_weights(
+                weights, version=scheduler.version if version is None else int(version)
             )
-        except WeightSyncError as error:
-            log.warning("weights refused: %s", error)
-            return self._update_reply(success=False, message=str(error))
-        if aborts:
-            scheduler.abort(None)
-        if not scheduler.is_paused:
-            await self._drain()
-        num_stale = scheduler.num_running
-        scheduler.replace_weights(
-            weights, version=scheduler.version if version is None else version
-        )
-        self._model_path = str(folder)
-        scheduler.stats.num_updates += 1
-        scheduler.stats.update_s += time.monotonic() - started_s
-        log.info("weights: version %d from %s", scheduler.version, folder)
-        if num_stale and flushes:
-            # Shaped like the real server: the weights did change.
-            return self._update_reply(
-                success=False,
-                message=f"Weights were updated, but cache was not flushed: {num_stale} requests "
-                "keep theirs (in_place); send flush_cache=false to say that this is wanted",
-            )
-        return self._update_reply(success=True, message="Succeeded to update model weights.")
+            if folder is not None:
+                self._model_path = str(folder)
+            scheduler.stats.num_updates += 1
+            scheduler.stats.update_s += time.monotonic() - started_s
+            log.info("weights: version %d from %s", scheduler.version, source)
+            if num_stale and body.get("flush_cache", True):
+                # Shaped like the real server: the weights did change.
+                return self._update_reply(
+                    success=False,
+                    message=f"Weights were updated, but cache was not flushed: {num_stale} "
+                    "requests keep theirs (in_place); send flush_cache=false to say that this is "
+                    "wanted",
+                )
+            return self._update_reply(success=True, message="Succeeded to update model weights.")
 
     def _update_reply(self, *, success: bool, message: str) -> web.Response:
         scheduler = self._scheduler
@@ -219,9 +250,8 @@ class EmbeddedServer:
         return reply_json(document, status=200 if success else 400)
 
     async def _drain(self) -> None:
-        """Wait for the running requests; those that arrive meanwhile wait behind the update."""
+        """Wait for the running requests, unless they are paused."""
         scheduler = self._scheduler
-        scheduler.is_holding = True
         try:
             async with asyncio.timeout(DRAIN_LIMIT_S):
                 while scheduler.num_running and not scheduler.is_paused:
@@ -232,9 +262,6 @@ class EmbeddedServer:
                 f"{scheduler.num_running} requests still run after {DRAIN_LIMIT_S:g} s; "
                 "pause generation before updating weights",
             ) from None
-        finally:
-            scheduler.is_holding = False
-            self._wake.set()
 
     async def _pause(self, call: Call) -> web.Response:
         mode = (await call.json()).get("mode", "abort")

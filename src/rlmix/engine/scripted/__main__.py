@@ -8,6 +8,8 @@ from rlmix.engine.http import write_ready_file
 from rlmix.engine.scripted.policies import HashPolicy
 from rlmix.engine.scripted.server import ScriptedEngine
 
+DEFAULT_CONTEXT = 1 << 16
+
 
 def main() -> None:
     """`python -m rlmix.engine.scripted`: the fake as a process, with the embedded server's
@@ -31,6 +33,8 @@ def main() -> None:
             max_running=arguments.max_running_requests,
             latency_s=arguments.latency_s,
             token_s=arguments.token_s,
+            model_path=arguments.model_path,
+            context_length=arguments.context_length or DEFAULT_CONTEXT,
         )
         await engine.start(host=arguments.host, port=arguments.port)
         if arguments.ready_file is not None:

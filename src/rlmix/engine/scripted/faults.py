@@ -24,7 +24,16 @@ FAULTS = {
     "wrong_mask": "200, the first kept set lacks the sampled token",
     "bad_spans": "200, weight_versions do not cover the output",
     "old_version": "200, sampled by version 0",
+    "slow": "200, after half a second more",
+    "stale_update": "an update says success and changes nothing",
+    "partial_update": "an update says success and leaves one tensor as it was",
+    "failed_update": "an update leaves one tensor as it was and answers 400",
 }
+
+UPDATE_FAULTS = ("stale_update", "partial_update", "failed_update")
+"""They wait for the next update; all others for the next generate call."""
+
+SLOW_S = 0.5
 
 SHIFT_NATS = np.float32(0.5)
 

@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from aiohttp import web
@@ -19,8 +19,25 @@ from rlmix.engine import wire
 from rlmix.engine.http import Call, Handler, JsonServer, RequestError, reply_json, reply_text
 from rlmix.engine.negotiation import reply_answer
 from rlmix.engine.protocol import MIN_VERSION_HEADER, SESSION_HEADER
-from rlmix.engine.scripted.faults import FAULTS, change_a_byte, cut, refuse, send_half, spoil
+from rlmix.engine.pushes import PushEndpoints
+from rlmix.engine.scripted.faults import (
+    FAULTS,
+    SLOW_S,
+    UPDATE_FAULTS,
+    change_a_byte,
+    cut,
+    refuse,
+    send_half,
+    spoil,
+)
 from rlmix.engine.scripted.policies import Policy, ScriptedCall, ScriptedReply
+from rlmix.engine.scripted.tensors import checksum, digest, folder_digests
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+DRAIN_POLL_S = 0.002
 
 
 class ScriptedEngine:
@@ -38,6 +55,8 @@ class ScriptedEngine:
         latency_s: float = 0.0,
         token_s: float = 0.0,
         json_only: bool = False,
+        model_path: str = "",
+        context_length: int = 1 << 16,
     ) -> None:
         """`latency_s` passes before the first token, `token_s` before every further one;
         `json_only` answers as the real server does, whatever the client reads."""
@@ -59,11 +78,18 @@ class ScriptedEngine:
         self._resumed.set()
         self._aborts: dict[str, asyncio.Event] = {}
         self._faults: deque[str] = deque()
+        self._update_faults: deque[str] = deque()
+        self._pause_mode = ""
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self._context_length = context_length
+        self._pushes = PushEndpoints(self._take_pushed)
         self._turns: Counter[str] = Counter()
         self._rids = (f"scripted-{number}" for number in itertools.count())
         self._server = JsonServer(self._routes())
         self.weight_version = weight_version
-        self.model_path = ""
+        self.model_path = model_path
+        self._digests = folder_digests(Path(model_path)) if model_path else {}
         self.num_requests = 0
         self.num_tokens = 0
         self.num_waiting = 0
@@ -78,12 +104,15 @@ class ScriptedEngine:
             ("POST", "/flush_cache"): self._flush,
             ("POST", "/weights_checker"): self._checksum,
             ("POST", "/faults"): self._add_faults,
+            ("GET", "/flush_cache"): self._flush,
+            ("GET", "/metrics"): self._metrics,
             ("GET", "/ping"): self._ping,
             ("GET", "/health"): self._ping,
             ("GET", "/ready"): self._ready,
             ("GET", "/server_info"): self._info,
             ("GET", "/model_info"): self._info,
             ("GET", "/v1/loads"): self._loads,
+            **self._pushes.routes(),
         }
 
     async def __aenter__(self) -> "ScriptedEngine":
@@ -118,7 +147,8 @@ class ScriptedEngine:
         """Answer the next `times` generate calls with a fault out of FAULTS."""
         if fault not in FAULTS:
             raise ValueError(f"fault {fault!r} is unknown; faults: {', '.join(FAULTS)}")
-        self._faults.extend([fault] * times)
+        queue = self._update_faults if fault in UPDATE_FAULTS else self._faults
+        queue.extend([fault] * times)
 
     async def _generate(self, call: Call) -> web.StreamResponse:
         started_s = time.monotonic()
@@ -134,7 +164,10 @@ class ScriptedEngine:
             await asyncio.Event().wait()  # Ends when the client leaves or the server stops.
         if fault == "cut":
             return cut(call.request)
+        if fault == "slow":
+            await asyncio.sleep(SLOW_S)
         rid = body.get("rid") or next(self._rids)
+        self._refuse_wrong(body)
         session_id = call.headers.get(SESSION_HEADER, rid)
         answer = await self._answer(rid, session_id, body, started_s)
         headers = wire.identity_headers(
@@ -149,6 +182,14 @@ class ScriptedEngine:
             return await send_half(call.request, response)
         return change_a_byte(response) if fault == "changed" else response
 
+    def _refuse_wrong(self, body: Mapping[str, Any]) -> None:
+        ids = body.get("input_ids")
+        if not isinstance(ids, list) or not ids:
+            raise RequestError(400, "input_ids must be a list of at least one token id")
+        total = len(ids) + int(body["sampling_params"]["max_new_tokens"])
+        if total > self._context_length:
+            raise RequestError(400, f"{total} tokens in all; the context is {self._context_length}")
+
     async def _answer(
         self, rid: str, session_id: str, body: Mapping[str, Any], started_s: float
     ) -> wire.Answer:
@@ -157,6 +198,7 @@ class ScriptedEngine:
         self.num_waiting += 1
         try:
             await self._resumed.wait()
+            await self._drained.wait()
             await self._room.acquire()
         finally:
             self.num_waiting -= 1
@@ -180,12 +222,12 @@ class ScriptedEngine:
                 if aborted.is_set():
                     break
                 versions.append(self.weight_version)
+                self.num_tokens += 1
         finally:
             del self._aborts[rid]
             self._room.release()
         self._turns[session_id] += 1
         self.num_requests += 1
-        self.num_tokens += len(versions)
         return self._recorded(rid, body, reply, versions, started_s)
 
     def _recorded(
@@ -197,7 +239,9 @@ class ScriptedEngine:
         started_s: float,
     ) -> wire.Answer:
         count = len(versions)
-        finish: dict[str, Any] = {"type": reply.finish}
+        finish: dict[str, Any] = {"type": "length", "length": count}
+        if reply.finish == "stop":
+            finish = {"type": "stop", "matched": reply.output_ids[-1]}
         if count < len(reply.output_ids):
             finish = {"type": "abort", "message": "Aborted"}
         ids = np.array(reply.output_ids[:count], dtype=np.int32)
@@ -228,8 +272,8 @@ class ScriptedEngine:
     async def _pause(self, call: Call) -> web.Response:
         mode = (await call.json()).get("mode", "abort")
         if mode == "abort":
-            for event in self._aborts.values():
-                event.set()
+            self._abort_all()
+        self._pause_mode = mode
         self._resumed.clear()
         return reply_json({"status": "ok", "message": f"Generation paused ({mode})."})
 
@@ -244,28 +288,90 @@ class ScriptedEngine:
                 event.set()
         return reply_text()
 
+    def _abort_all(self) -> None:
+        for event in self._aborts.values():
+            event.set()
+
     async def _update(self, call: Call) -> web.Response:
         body = await call.json()
         path = Path(body["model_path"])
         if not path.is_dir():
-            document = wire.update_document(
-                success=False, message=f"{path} is not a folder", num_paused=0
-            )
-            return reply_json(document, status=400)
-        self.model_path = str(path)
+            return _update_reply(success=False, message=f"{path} is not a folder")
+        return await self._replace(folder_digests(path), body=body, model_path=str(path))
+
+    async def _take_pushed(
+        self, received: "dict[str, Tensor]", *, body: dict[str, Any], source: str
+    ) -> web.Response:
+        import torch
+
+        digests = {
+            name: digest(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            for name, tensor in received.items()
+        }
+        return await self._replace({**self._digests, **digests}, body=body)
+
+    async def _replace(
+        self, digests: dict[str, str], *, body: Mapping[str, Any], model_path: str | None = None
+    ) -> web.Response:
+        """Serve other weights, or what the next update fault makes of it."""
+        fault = self._update_faults.popleft() if self._update_faults else ""
+        if body.get("abort_all_requests"):
+            self._abort_all()
+        if self._resumed.is_set():
+            await self._drain()
+        if fault == "stale_update":
+            return _update_reply(success=True, message="Succeeded to update.")
+        if fault in UPDATE_FAULTS and digests:
+            last = max(digests)
+            digests = {**digests, last: self._digests.get(last, "")}
+        self._digests = digests
+        if model_path is not None:
+            self.model_path = model_path
+        if fault == "failed_update":
+            return _update_reply(success=False, message="scripted failure in mid-update")
         if body.get("weight_version") is not None:
             self.weight_version = int(body["weight_version"])
-        return reply_json(
-            wire.update_document(success=True, message="Succeeded to update.", num_paused=0)
-        )
+        if self._aborts and self._pause_mode == "in_place" and body.get("flush_cache", True):
+            return _update_reply(
+                success=False, message="Weights were updated, but cache was not flushed."
+            )
+        return _update_reply(success=True, message="Succeeded to update.")
+
+    async def _drain(self) -> None:
+        """Wait for the running requests; those that arrive meanwhile wait behind the update."""
+        self._drained.clear()
+        try:
+            while self._aborts and self._resumed.is_set():
+                await asyncio.sleep(DRAIN_POLL_S)
+        finally:
+            self._drained.set()
 
     async def _flush(self, call: Call) -> web.Response:
+        if self._aborts:
+            raise RequestError(400, f"cache not flushed: {len(self._aborts)} requests run")
         return reply_text("Cache flushed.\n")
 
     async def _checksum(self, call: Call) -> web.Response:
+        action = (await call.json()).get("action")
+        if action != "checksum":
+            raise RequestError(400, f"action={action!r}; the scripted engine knows checksum")
         return reply_json(
-            {"success": True, "per_engine_checksum": f"{self.weight_version:016x}", "ranks": []}
+            {
+                "success": True,
+                "message": "ok",
+                "per_engine_checksum": checksum(self._digests),
+                "ranks": [],
+            }
         )
+
+    async def _metrics(self, call: Call) -> web.Response:
+        values = {
+            "num_running_reqs": self.num_running,
+            "num_queue_reqs": self.num_waiting,
+            "generation_tokens_total": self.num_tokens,
+            "num_requests_total": self.num_requests,
+        }
+        return reply_text("".join(f"sglang:{name} {value}\n" for name, value in values.items()))
 
     async def _add_faults(self, call: Call) -> web.Response:
         body = await call.json()
@@ -273,7 +379,7 @@ class ScriptedEngine:
             self.fail_next(body["fault"], times=int(body.get("times", 1)))
         except ValueError as error:
             raise RequestError(400, str(error)) from error
-        return reply_json({"queued": len(self._faults)})
+        return reply_json({"queued": len(self._faults) + len(self._update_faults)})
 
     async def _ping(self, call: Call) -> web.Response:
         return reply_text()
@@ -288,7 +394,7 @@ class ScriptedEngine:
                 weight_version=self.weight_version,
                 max_total_tokens=1 << 20,
                 max_running=self._max_running,
-                context_length=1 << 16,
+                context_length=self._context_length,
                 pool=self._pool,
                 replica=self._replica,
                 numerics=self._numerics,
@@ -313,7 +419,7 @@ class ScriptedEngine:
                 cache_hit_frac=0.0,
                 total_prefill_uncached_tokens=0,
                 total_prefill_busy_us=0,
-                decode_moments=(0.0,) * 6,
+                decode_moments=(self.num_tokens, *(0,) * 5),
                 num_paused=0 if self._resumed.is_set() else self.num_running,
                 num_retracted=0,
                 weight_bytes=0,
@@ -324,6 +430,11 @@ class ScriptedEngine:
                 total_requests=self.num_requests,
             )
         )
+
+
+def _update_reply(*, success: bool, message: str) -> web.Response:
+    document = wire.update_document(success=success, message=message, num_paused=0)
+    return reply_json(document, status=200 if success else 400)
 
 
 def _likeliest(candidates: Candidates, count: int) -> Candidates:

@@ -1,0 +1,59 @@
+"""One engine after the other, each started once: the same tests run against all of them."""
+
+import os
+
+import pytest
+
+from tests.contract import servers
+from tests.contract.checkpoints import HashReference, build
+from tests.contract.servers import Engine
+from tests.contract.talking import reset, run
+
+ENGINES = ("scripted-hash", "embedded-dense", "embedded-moe", "sglang-dense", "sglang-moe")
+
+LONG_TOKENS = {"scripted": 300, "embedded": 900, "sglang": 150}
+"""Seconds on each of them, on the machines that this was tried on."""
+
+GAPS = {"scripted": (1e-5, 1e-4), "embedded": (0.02, 0.3), "sglang": (0.02, 0.3)}
+"""Mean and largest nats between sampler logprobs and a float32 forward. Twice what rounding to BF16
+does to these checkpoints in Transformers (0.012 / 0.17 with experts)."""
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {kind: build(kind, root / kind) for kind in ("dense", "moe")}
+
+
+@pytest.fixture(scope="session", params=ENGINES)
+def running_engine(request, checkpoints, tmp_path_factory):
+    kind, _, model = request.param.partition("-")
+    if kind == "sglang" and servers.sglang_python() is None:
+        message = (
+            "no SGLang environment: run scripts/sglang-env (11 GB, up to 12 minutes), or name one "
+            "in RLMIX_SGLANG_ENV"
+        )
+        if os.environ.get("RLMIX_REQUIRE_SGLANG") == "1":
+            pytest.fail(message)
+        pytest.skip(message)
+    checkpoint = checkpoints["dense" if model == "hash" else model]
+    mean_nats, max_nats = GAPS[kind]
+    start = getattr(servers, kind)
+    with start(checkpoint.folders[0], tmp_path_factory.mktemp(request.param)) as url:
+        yield Engine(
+            name=request.param,
+            kind=kind,
+            url=url,
+            folders=checkpoint.folders,
+            reference=HashReference() if kind == "scripted" else checkpoint,
+            mean_nats=mean_nats,
+            max_nats=max_nats,
+            long_tokens=LONG_TOKENS[kind],
+        )
+
+
+@pytest.fixture
+def engine(running_engine):
+    """The engine, idle and on version 0 before and after each test."""
+    run(reset(running_engine))
+    return running_engine
