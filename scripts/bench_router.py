@@ -47,11 +47,16 @@ LOADS = {
     "moderate": (40, 80),
     "high": (80, 120),
 }
-QUICK_LOADS = {"moderate": (40, 48), "high": (80, 80)}
+QUICK_LOADS = {"moderate": (40, 40)}
+QUICK_TIME_SCALE = 1 / 40
+
+
+FULL_LOAD = (56, 112)
+"""Of the three replicas with 48 places whose speeds are 4 : 2 : 1."""
 
 
 def summary(
-    played: Played, *, cpu_s: float, usd_per_hour: float, num_sessions: int
+    played: Played, *, cpu_s: float, usd_per_hour: float, num_sessions: int, time_scale: float
 ) -> dict[str, Any]:
     """What one run of one contestant came to."""
     latencies = sorted(turn.latency_s for turn in played.turns)
@@ -59,7 +64,7 @@ def summary(
     tokens: Counter[str] = Counter()
     for turn in played.turns:
         tokens[turn.replica] += turn.output_tokens
-    real_s = played.makespan_s / TIME_SCALE
+    real_s = played.makespan_s / time_scale
     return {
         "makespan_s": round(played.makespan_s, 3),
         "p50_ms": round(1e3 * quantile(latencies, 0.5), 1),
@@ -94,8 +99,8 @@ async def run_once(
         player = Player(
             running.target,
             concurrency=concurrency,
-            time_scale=TIME_SCALE,
-            turn_timeout_s=TURN_TIMEOUT_S * TIME_SCALE,
+            time_scale=fleet.time_scale,
+            turn_timeout_s=TURN_TIMEOUT_S * fleet.time_scale,
         )
         before_s, fleet_before_s = running.cpu_s(), fleet.cpu_s()
         played = await player.play(make_trace(num_sessions, seed=seed, shape=shape))
@@ -104,11 +109,21 @@ async def run_once(
             cpu_s=running.cpu_s() - before_s,
             usd_per_hour=fleet.usd_per_hour,
             num_sessions=num_sessions,
+            time_scale=fleet.time_scale,
         )
+        result["placed_share"] = placed_shares(played, first=concurrency)
         result["fleet_cpu_ms_per_request"] = round(
             1e3 * (fleet.cpu_s() - fleet_before_s) / max(1, len(played.turns)), 3
         )
         return result
+
+
+def placed_shares(played: Played, *, first: int) -> dict[str, float]:
+    """Where the first turns of the sessions that came first were served."""
+    firsts = [turn for turn in played.turns if turn.index == 0]
+    numbers = {turn.session_id: int(turn.session_id.split("-")[1]) for turn in firsts}
+    chosen = Counter(t.replica for t in firsts if numbers[t.session_id] < first)
+    return {name: round(n / first, 4) for name, n in sorted(chosen.items())}
 
 
 def medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -120,7 +135,7 @@ def medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
             found[key] = sum(run[key] for run in runs)
         elif isinstance(first, (int, float)):
             found[key] = round(statistics.median(run[key] for run in runs), 5)
-        elif key in ("turn_share", "token_share"):
+        elif key in ("turn_share", "token_share", "placed_share"):
             names = sorted({name for run in runs for name in run[key]})
             found[key] = {
                 name: round(statistics.mean(run[key].get(name, 0.0) for run in runs), 4)
@@ -172,9 +187,10 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     if arguments.loads:
         loads = {name: loads[name] for name in arguments.loads}
     document: dict[str, Any] = {}
+    time_scale = QUICK_TIME_SCALE if arguments.quick else TIME_SCALE
     scenarios = {
-        "six": (plan_specs(time_scale=TIME_SCALE), loads),
-        "four_two_one": (ratio_specs(time_scale=TIME_SCALE), {"high": (56, 112)}),
+        "six": (plan_specs(time_scale=time_scale), loads),
+        "four_two_one": (ratio_specs(time_scale=time_scale), {"full": FULL_LOAD}),
     }
     for scenario, (specs, scenario_loads) in scenarios.items():
         if arguments.scenarios and scenario not in arguments.scenarios:
@@ -201,7 +217,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         document["latency"] = await measure_latency(
             contestants, folder / "latency", quick=arguments.quick, say=say
         )
-    document["time_scale"] = TIME_SCALE
+    document["time_scale"] = time_scale
     document["contestants"] = {c.name: c.version for c in contestants}
     return document
 

@@ -155,6 +155,7 @@ class Fleet:
 
     def __init__(self, specs: Sequence[tuple[ReplicaSpec, float]], folder: Path) -> None:
         self.specs = [spec for spec, _ in specs]
+        self.time_scale = specs[0][0].time_scale
         self.usd_per_hour = sum(price for _, price in specs)
         self.folder = folder
         self.urls: dict[str, str] = {}

@@ -97,6 +97,7 @@ class TimedReplica:
             "/get_model_info": lambda: (200, self._info()),
             "/v1/models": lambda: (200, {"object": "list", "data": [{"id": "timed"}]}),
             "/v1/loads": lambda: (200, self._loads()),
+            "/get_load": lambda: (200, self._old_load()),
         }
         self._posts: dict[str, Callable[[dict[str, Any]], tuple[int, Any]]] = {
             "/update_weights_from_disk": self._update,
@@ -389,6 +390,20 @@ class TimedReplica:
             total_generated_tokens=int(scheduler.generated_tokens),
             total_requests=tally.answered,
         )  # fmt: skip
+
+    def _old_load(self) -> list[dict[str, int]]:
+        """What SGLang answered before 0.5.23 dropped the endpoint; some routers still ask."""
+        self._settle(self._scheduler.advance(time.monotonic()))
+        waiting = len(self._scheduler.waiting)
+        return [
+            {
+                "dp_rank": 0,
+                "num_reqs": self._scheduler.num_running + waiting,
+                "num_waiting_reqs": waiting,
+                "num_tokens": self._scheduler.used_tokens
+                + sum(work.prompt_tokens for work in self._scheduler.waiting),
+            }
+        ]
 
     def _metrics(self) -> bytes:
         values = {
