@@ -55,10 +55,6 @@ cd repo
 fast="-c core.fsync=none -c core.logAllRefUpdates=false"
 git $fast -c fastimport.unpackLimit=1 fast-import --quiet
 git $fast read-tree -u --reset main
-mkdir -p ../capture/info ../capture/objects ../capture/refs
-printf 'ref: refs/heads/none\\n' >../capture/HEAD
-printf '%s' "$CONFIG" >../capture/config
-printf '%s' "$ATTRIBUTES" >../capture/info/attributes
 read -r head <.git/refs/heads/main
 printf '%s' "$head"
 """
@@ -154,19 +150,34 @@ class TemplateStore:
         return await asyncio.to_thread(build_template, self._folder / key, stream)
 
 
+def write_capture(folder: Path) -> None:
+    """The git folder that diffs are taken and applied with: our configuration, raw bytes. Readable
+    by every user, because a sandbox runs as one of its own."""
+    for name in ("", "info", "objects", "refs"):
+        (folder / name).mkdir()
+        (folder / name).chmod(0o755)
+    texts = {
+        "HEAD": "ref: refs/heads/none\n",
+        "config": _CAPTURE_CONFIG,
+        "info/attributes": _CAPTURE_ATTRIBUTES,
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o644)
+
+
 def build_template(path: Path, stream: bytes) -> RepositoryTemplate:
     """Run git in the new folder `path`. Blocks."""
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
     path.chmod(0o755)
+    write_capture(path / "capture")
     env = {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "HOME": str(path),
         "LC_ALL": "C",
         "GIT_CONFIG_NOSYSTEM": "1",
         "GIT_CONFIG_GLOBAL": "/dev/null",
-        "CONFIG": _CAPTURE_CONFIG,
-        "ATTRIBUTES": _CAPTURE_ATTRIBUTES,
     }
     try:
         done = subprocess.run(

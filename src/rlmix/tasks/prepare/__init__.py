@@ -1,0 +1,1 @@
+"""Makes a repository that cannot tell its own future: re-created from the base, scanned, proven."""

@@ -1,0 +1,117 @@
+"""What an image's repository knows beyond its base: a list for the manifest, never the proof.
+
+The proof is what the re-created repository holds (`proof.py`); this only says what was left behind.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlmix.core.errors import DataError
+from rlmix.tasks.prepare.git import git, objects_in
+
+CHANNELS = {
+    "objects/info/alternates": "alternates",
+    "shallow": "shallow",
+    "info/grafts": "grafts",
+    "worktrees": "worktrees",
+    "modules": "submodule git folders",
+    "logs": "reflogs",
+    "refs/stash": "stash",
+    "refs/notes": "notes",
+    "refs/replace": "replaced objects",
+    "refs/remotes": "remotes",
+    "packed-refs": "packed references",
+    "ORIG_HEAD": "ORIG_HEAD",
+    "FETCH_HEAD": "FETCH_HEAD",
+    "MERGE_HEAD": "MERGE_HEAD",
+    "rr-cache": "recorded conflict resolutions",
+    "hooks": "hooks",
+}
+"""Path below a git folder -> what it can carry."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Original:
+    """An image's repository as it was found."""
+
+    git_dir: Path
+    head: str
+    """Commit of HEAD; empty when there is none."""
+    base: str
+    """Commit that the task starts from; the head's where the work tree is the base."""
+    num_refs: int
+    num_objects: int
+    num_beyond_base: int
+    """Objects that the base does not reach: future commits, dangling ones, other branches."""
+    channels: tuple[str, ...]
+    """What of CHANNELS is there, in words."""
+    tag: str
+    """Nearest tag at or before the base; empty when none is."""
+    tag_distance: int
+    """Commits from that tag to the base."""
+
+
+def git_dir_of(repo: Path) -> Path:
+    """The git folder of a work tree; a `.git` file (worktree, submodule) is followed once.
+
+    Raises:
+        DataError: there is none.
+    """
+    place = repo / ".git"
+    if place.is_dir():
+        return place
+    if place.is_file():
+        text = place.read_text(errors="replace").strip()
+        target = (repo / text.removeprefix("gitdir:").strip()).resolve()
+        if target.is_dir():
+            return target
+    raise DataError(f"no git folder in {repo}")
+
+
+def inspect(repo: Path, commit: str) -> Original:
+    """Read a repository without changing it.
+
+    Args:
+        commit: the base that the record names; empty takes HEAD.
+
+    Raises:
+        DataError: no repository, or it lacks the base.
+    """
+    git_dir = git_dir_of(repo)
+    env = {"GIT_DIR": str(git_dir)}
+    head = git("rev-parse", "--verify", "--quiet", "HEAD^{commit}", cwd=repo, env=env, check=False)
+    found = head.decode().strip()
+    base = commit or found
+    if base:
+        known = git(
+            "rev-parse", "--verify", "--quiet", f"{base}^{{commit}}", cwd=repo, env=env, check=False
+        )
+        if not known:
+            raise DataError(f"the repository has no commit {base}")
+        base = known.decode().strip()
+    everything = objects_in(repo, env=env)
+    reached: set[str] = set()
+    if base:
+        listing = git("rev-list", "--objects", "--no-object-names", base, cwd=repo, env=env)
+        reached = set(listing.decode().split())
+    refs = git("for-each-ref", "--format=%(refname)", cwd=repo, env=env, check=False)
+    tag, distance = _nearest_tag(repo, base, env)
+    return Original(
+        git_dir=git_dir,
+        head=found,
+        base=base,
+        num_refs=len(refs.decode().split()),
+        num_objects=len(everything),
+        num_beyond_base=len(set(everything) - reached),
+        channels=tuple(said for path, said in CHANNELS.items() if (git_dir / path).exists()),
+        tag=tag,
+        tag_distance=distance,
+    )
+
+
+def _nearest_tag(repo: Path, base: str, env: dict[str, str]) -> tuple[str, int]:
+    if not base:
+        return "", 0
+    said = git("describe", "--tags", "--long", base, cwd=repo, env=env, check=False).decode()
+    parts = said.strip().rsplit("-", 2)
+    return (parts[0], int(parts[1])) if len(parts) == 3 else ("", 0)

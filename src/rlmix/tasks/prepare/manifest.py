@@ -1,0 +1,43 @@
+"""What was done to a task and what was proven; written last, read before any work is repeated."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """One prepared task."""
+
+    task_id: str
+    commit: str
+    """The base in the re-created repository."""
+    tree: str
+    """Its tree, equal to that of the original base."""
+    num_objects: int
+    left_behind: tuple[str, ...]
+    """What the original repository carried beyond its base, in words."""
+    purged: tuple[str, ...]
+    """Paths of the work tree that were not taken over."""
+    overlaid: tuple[str, ...]
+    """Paths of the image outside the repository that are removed or replaced by `overlay/`."""
+    ignored: tuple[str, ...]
+    """Files that git ignores and that were kept (build outputs), at most 100 named."""
+    num_ignored: int
+    env: dict[str, str] = field(default_factory=dict)
+    """What a build needs because tags and history are gone."""
+    proof: tuple[str, ...] = ()
+    """Sentences, each one checked."""
+    schema_version: int = SCHEMA_VERSION
+
+    def document(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Excluded:
+    """A task that could not be proven clean."""
+
+    task_id: str
+    reason: str

@@ -1,0 +1,179 @@
+"""Prepares one task: copy, re-create, scan, prove; a task that cannot be proven is excluded.
+
+Invariant: the folder of a task appears whole or not at all, and preparing it again changes nothing.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+from rlmix.core.errors import DataError
+from rlmix.tasks.prepare.git import git
+from rlmix.tasks.prepare.inspect import Original, inspect
+from rlmix.tasks.prepare.lines import telling_lines
+from rlmix.tasks.prepare.manifest import SCHEMA_VERSION, Excluded, Manifest
+from rlmix.tasks.prepare.overlay import clean_tree, make_overlay
+from rlmix.tasks.prepare.proof import prove
+from rlmix.tasks.prepare.recreate import recreate
+from rlmix.tasks.prepare.worktree import copy_base, set_times
+from rlmix.tasks.record import SourceTask
+from rlmix.tasks.sources.patches import paths_in
+
+MAX_NAMED = 100
+
+
+def prepare_task(task: SourceTask, rootfs: Path, out: Path) -> Manifest | Excluded:
+    """Prepare `task` from the unpacked image `rootfs` into the folder `out`.
+
+    `out` gets `repo/` (files and a new git folder), `capture/` (what diffs are taken with),
+    `overlay/` (what lies on top of the image) and `manifest.json`.
+    """
+    known = _read_manifest(out)
+    if known is not None:
+        return known
+    work = out.with_name(f"{out.name}.incomplete")
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        manifest = _prepare(task, rootfs, work)
+    except (DataError, OSError, ValueError) as error:
+        shutil.rmtree(work, ignore_errors=True)
+        return Excluded(task_id=task.public.task_id, reason=str(error))
+    text = json.dumps(manifest.document(), indent=1, sort_keys=True) + "\n"
+    (work / "manifest.json").write_text(text)
+    shutil.rmtree(out, ignore_errors=True)
+    work.rename(out)
+    return manifest
+
+
+def _read_manifest(out: Path) -> Manifest | None:
+    """What an earlier preparation wrote, if its form is today's."""
+    try:
+        document = json.loads((out / "manifest.json").read_text())
+    except (OSError, ValueError):
+        return None
+    if document.get("schema_version") != SCHEMA_VERSION:
+        return None
+    lists = ("left_behind", "purged", "overlaid", "ignored", "proof")
+    return Manifest(**{**document, **{name: tuple(document[name]) for name in lists}})
+
+
+def _prepare(task: SourceTask, rootfs: Path, work: Path) -> Manifest:
+    public, hidden = task.public, task.hidden
+    source = rootfs / public.workdir.strip("/")
+    if not source.is_dir():
+        raise DataError(f"the image has no folder {public.workdir}")
+    original = inspect(source, public.base.commit if public.base.kind == "commit" else "")
+    is_commit = public.base.kind == "commit" and original.head != original.base
+    gone = _hidden_paths(task)
+    copied = copy_base(
+        source,
+        work / "repo",
+        git_dir=original.git_dir,
+        commit=original.base if is_commit else "",
+        gone=gone,
+    )
+    fix = _fix(task, source, original)
+    diff = fix + "\n" + hidden.hidden_patch
+    base_files = _base_files(work / "repo", copied.tracked, source, original)
+    lines = telling_lines(diff, (file.read_bytes() for file in base_files))
+    replaced = clean_tree(work / "repo", lines)
+    overlaid = make_overlay(
+        rootfs,
+        public.workdir,
+        work / "repo",
+        work / "overlay",
+        lines,
+        gone=hidden.image_paths,
+        is_fix_known=bool(fix),
+    )
+    tracked = copied.tracked or _tracked_now(source, original)
+    commit = recreate(work, tracked=tracked, tag=original.tag, distance=original.tag_distance)
+    tree, proof = prove(
+        work,
+        commit=commit,
+        original=source,
+        gone=gone,
+        lines=lines,
+        was_replaced=frozenset(replaced),
+        was_committed=is_commit,
+    )
+    ignored = _ignored(work / "repo")
+    set_times(work)
+    return Manifest(
+        task_id=public.task_id,
+        commit=commit,
+        tree=tree,
+        num_objects=len(git("rev-list", "--objects", "--all", cwd=work / "repo").splitlines()),
+        left_behind=_left_behind(original),
+        purged=tuple(sorted(copied.purged)),
+        overlaid=(*replaced, *overlaid),
+        ignored=tuple(ignored[:MAX_NAMED]),
+        num_ignored=len(ignored),
+        proof=(*proof, _said_of_fix(fix, overlaid)),
+    )
+
+
+def _hidden_paths(task: SourceTask) -> frozenset[str]:
+    """Relative paths that the base must not have: files that the hidden patch adds, and what the
+    set says lies in the image."""
+    workdir = task.public.workdir.rstrip("/") + "/"
+    named = [p.removeprefix(workdir) for p in task.hidden.image_paths if p.startswith(workdir)]
+    return frozenset([*_added_by(task.hidden.hidden_patch), *named])
+
+
+def _added_by(patch: str) -> list[str]:
+    parts = ["diff --git " + part for part in patch.split("diff --git ")[1:]]
+    return [path for part in parts if "\nnew file mode" in part for path in paths_in(part)]
+
+
+def _fix(task: SourceTask, source: Path, original: Original) -> str:
+    """The reference fix as a diff; empty when nobody knows it."""
+    gold = task.gold
+    if gold is None:
+        return ""
+    if gold.patch and not gold.is_reversed:
+        return gold.patch
+    env = {"GIT_DIR": str(original.git_dir)}
+    if gold.is_reversed:
+        # The patch makes the bug: what it removes is what the fix adds.
+        swapped = {"+": "-", "-": "+"}
+        lines = gold.patch.split("\n")
+        return "\n".join(swapped.get(line[:1], line[:1]) + line[1:] for line in lines)
+    if gold.commit and original.base:
+        args = ("diff-tree", "-p", "--no-ext-diff", "--no-textconv", original.base, gold.commit)
+        return git(*args, cwd=source, env=env, check=False).decode(errors="replace")
+    return ""
+
+
+def _base_files(repo: Path, tracked: list[str], source: Path, original: Original) -> list[Path]:
+    """Files of the base whose lines tell nothing."""
+    paths = tracked or _tracked_now(source, original)
+    return [repo / p for p in paths if (repo / p).is_file() and not (repo / p).is_symlink()]
+
+
+def _tracked_now(source: Path, original: Original) -> list[str]:
+    listing = git("ls-files", "-z", cwd=source, env={"GIT_DIR": str(original.git_dir)})
+    return [p.decode("utf-8", "surrogateescape") for p in listing.split(b"\0") if p]
+
+
+def _ignored(repo: Path) -> list[str]:
+    listing = git("ls-files", "-z", "--others", "--ignored", "--exclude-standard", cwd=repo)
+    return [p.decode("utf-8", "surrogateescape") for p in listing.split(b"\0") if p]
+
+
+def _left_behind(original: Original) -> tuple[str, ...]:
+    said = list(original.channels)
+    if original.num_beyond_base:
+        said.append(f"{original.num_beyond_base} of {original.num_objects} objects beyond the base")
+    if original.num_refs:
+        said.append(f"{original.num_refs} references")
+    return tuple(said)
+
+
+def _said_of_fix(fix: str, overlaid: list[str]) -> str:
+    if fix:
+        return f"no copy of the fix in the image; {len(overlaid)} paths lie under the overlay"
+    return (
+        "the fix is unknown: installed copies of the project were replaced by the base's files, "
+        f"{len(overlaid)} paths lie under the overlay"
+    )
