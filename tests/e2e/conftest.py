@@ -47,9 +47,9 @@ class RunningCommand:
             assert time.monotonic() < deadline_s, f"no {what} after {limit_s} s: {self.stderr()}"
             time.sleep(0.1)
 
-    def finish(self) -> tuple[int, str]:
+    def finish(self, limit_s: float = RUN_LIMIT_S) -> tuple[int, str]:
         """Exit code and stdout."""
-        code = self.process.wait(timeout=RUN_LIMIT_S)
+        code = self.process.wait(timeout=limit_s)
         return code, (self.root / f"{self.name}.out").read_text()
 
     def stderr(self) -> str:
@@ -90,12 +90,12 @@ class RunningCommand:
 
 @pytest.fixture
 def start_run(tmp_path: Path) -> Iterator[Callable[..., RunningCommand]]:
-    """`start_run(name, *overrides)`; whatever still runs at the end is killed."""
+    """`start_run(name, *overrides, experiment="tiny")`; whatever still runs at the end is killed."""
     started: list[RunningCommand] = []
 
-    def start(name: str, *arguments: str) -> RunningCommand:
+    def start(name: str, *arguments: str, experiment: str = "tiny") -> RunningCommand:
         rlmix = str(Path(sys.executable).with_name("rlmix"))
-        command = [rlmix, "train", "experiment=tiny", f"run.dir={tmp_path}"]
+        command = [rlmix, "train", f"experiment={experiment}", f"run.dir={tmp_path}"]
         if "--resume" not in arguments:
             command.append(f"run.name={name}")
         with (

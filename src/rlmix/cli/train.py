@@ -99,15 +99,18 @@ def plan_of(config: "TrainConfig") -> "RunPlan":
         PlanError: sizes of the model cannot be read from its config.json, or something cannot be
             placed or run as asked.
     """
-    from rlmix.loop.preflight import interpreter
+    from rlmix.loop.preflight import argument_faults, interpreter
     from rlmix.plan.build import build_plan
+    from rlmix.plan.refusals import refuse
 
-    return build_plan(
+    plan = build_plan(
         config,
         facts=facts_of(config),
         python=sys.executable,
         sglang_python=interpreter(config),
     )
+    refuse(argument_faults(plan, config))
+    return plan
 
 
 def plan_problems(config: "TrainConfig") -> list[str]:

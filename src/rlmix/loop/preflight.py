@@ -8,18 +8,39 @@ import os
 from pathlib import Path
 
 from rlmix.config.schema.train import TrainConfig
+from rlmix.engine.sglang.arguments import refused_arguments
 from rlmix.engine.sglang.environment import is_runnable, sglang_python
 from rlmix.loop.fleets import NO_EVALUATION, evaluating_pool
 from rlmix.plan.capabilities import SGLANG_VERSION
 from rlmix.plan.runplan import RunPlan
 
 DEVICES = Path("/dev")
+ANSWERS = Path("~/.cache/rlmix/sglang-arguments")
+"""Where the answers of SGLang's parser are kept."""
 
 
 def interpreter(config: TrainConfig) -> str:
     """Python of real servers, whether or not it is there."""
     named = config.sglang.python
     return str(sglang_python(named, version=SGLANG_VERSION, environ=os.environ))
+
+
+def argument_faults(plan: RunPlan, config: TrainConfig, *, cache: Path = ANSWERS) -> list[str]:
+    """What SGLang itself says against further arguments, where it is installed; one line each.
+    Arguments of rlmix's own profiles are not asked about: tests hold them against the parser."""
+    argvs = {
+        name: pool.argv
+        for name, pool in plan.pools.items()
+        if pool.engine == "sglang" and config.pools[name].engine_args
+    }
+    if not argvs or not is_runnable(Path(interpreter(config))):
+        return []
+    refused = refused_arguments(argvs, cache=cache.expanduser(), environ=os.environ)
+    return [
+        f"pools.{name}.engine_args: SGLang {SGLANG_VERSION} refuses its arguments: {why}; change "
+        "or remove what it names"
+        for name, why in refused.items()
+    ]
 
 
 def start_faults(plan: RunPlan, config: TrainConfig, *, devices: Path = DEVICES) -> list[str]:

@@ -1,0 +1,68 @@
+"""What a run of real servers needs here, told before anything starts."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from rlmix.cli.train import facts_of
+from rlmix.config.compose import load_config
+from rlmix.loop.fleets import evaluating_pool
+from rlmix.loop.preflight import interpreter, start_faults
+from rlmix.plan.build import build_plan
+
+
+def faults(*overrides: str, devices: Path = Path("/dev")) -> list[str]:
+    config = load_config("train", overrides).config
+    plan = build_plan(config, facts=facts_of(config), python="python")
+    return start_faults(plan, config, devices=devices)
+
+
+def test_a_run_of_embedded_pools_needs_nothing() -> None:
+    assert faults("sglang.python=/no/python") == []
+
+
+def test_a_missing_environment_is_refused_with_the_script_that_makes_it() -> None:
+    (line,) = faults("experiment=tiny_sglang", "sglang.python=/no/python")
+    assert line.startswith("pools.sglang.engine=sglang: no SGLang is installed at /no/python; run")
+    assert "scripts/sglang-env" in line
+    # A server that runs already needs no environment here.
+    assert faults(
+        "experiment=tiny_sglang", "sglang.python=/no/python",
+        "pools.sglang.engine=sglang_external", "pools.sglang.urls=[http://127.0.0.1:30000]",
+    ) == []  # fmt: skip
+
+
+def test_accelerators_are_counted(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("")
+    python.chmod(0o755)
+    asked = (
+        "experiment=qwen36_b200", "pools.b200.replicas=3", f"sglang.python={python}",
+        "trainer.device=cpu", "loop.eval_tasks=0",
+    )  # fmt: skip
+    (tmp_path / "nvidia0").touch()
+    (tmp_path / "nvidia1").touch()
+    (tmp_path / "nvidiactl").touch()
+    (line,) = faults(*asked, devices=tmp_path)
+    assert "this machine has 2 accelerators, and the last replica stands on number 3" in line
+    (tmp_path / "nvidia2").touch()
+    assert faults(*asked, devices=tmp_path) == []
+
+
+def test_the_evaluation_is_served_by_an_embedded_pool_or_by_real_ones_in_bf16() -> None:
+    config = load_config("train", ["experiment=tiny_sglang"]).config
+    plan = build_plan(config, facts=facts_of(config), python="python")
+    assert evaluating_pool(plan) is plan.pools["b200"]
+    real = plan.pools["sglang"]
+    assert evaluating_pool(replace(plan, pools={"sglang": real})) is real
+    quantised = replace(real, weights="nvfp4")
+    assert evaluating_pool(replace(plan, pools={"sglang": quantised})) is None
+    (line,) = faults(
+        "experiment=tiny_sglang", "loop.eval_tasks=4", "~pools.b200",
+        "pools.sglang.engine=sglang_external", "pools.sglang.urls=[http://127.0.0.1:30000]",
+    )  # fmt: skip
+    assert line.startswith("loop.eval_tasks:")
+
+
+def test_the_interpreter_is_the_configured_one() -> None:
+    config = load_config("train", ["sglang.python=/opt/sglang/bin/python"]).config
+    assert interpreter(config) == "/opt/sglang/bin/python"
