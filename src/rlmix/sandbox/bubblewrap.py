@@ -116,6 +116,8 @@ def fixed_arguments(
     args += ["--dir", "/sys", "--proc", "/proc", "--dev", "/dev"]
     if is_root_outside:
         args += ["--remount-ro", "/proc"]
+    # The first process has the same user id, so its memory and its socket could be opened here.
+    args += ["--size", "4096", "--perms", "0555", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]
     args += ["--size", str(SHM_BYTES), "--perms", "1777", "--tmpfs", "/dev/shm"]
     args += ["--remount-ro", "/dev"]
     for folder in (REPO, HOME):

@@ -74,7 +74,12 @@ def drop_rights() -> None:
     nothing = (ctypes.c_uint32 * 6)()
     number = SYS_CAPSET[os.uname().machine]
     check(libc.syscall(number, header, nothing), "capset")
-    check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "dumpable")
+
+
+def hide_memory() -> None:
+    """Others of this user id can no longer open this process's memory; a program it starts is
+    open again."""
+    check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")
 
 
 def bound_capabilities() -> None:

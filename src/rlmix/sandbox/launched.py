@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlmix.core.errors import SandboxError
-from rlmix.core.task import Commit
+from rlmix.core.task import Repository
 from rlmix.sandbox.cgroups import Group, GroupPool, group_name, open_groups
 from rlmix.sandbox.link import LauncherLink, interpreter
 from rlmix.sandbox.placement import Placement
@@ -114,8 +114,8 @@ class LaunchedBackend(ABC):
             self._link.start(self._run_id)
             await self._after_launch()
 
-    async def prepare(self, history: tuple[Commit, ...]) -> RepositoryTemplate:
-        return await self._templates.get(history)
+    async def prepare(self, repository: Repository) -> RepositoryTemplate:
+        return await self._templates.get(repository)
 
     async def create(self, template: Template) -> ShellSandbox:
         assert isinstance(template, RepositoryTemplate)

@@ -181,6 +181,7 @@ def run_python(request: dict, source: int, report: int, output: int) -> int:
             confine.drop_rights()
         if request["filter"] is not None:
             confine.load_filter(request["filter"])
+    confine.hide_memory()
     code, data = marshal.loads(payload)
     data |= request["places"]
     del payload

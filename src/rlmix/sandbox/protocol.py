@@ -10,7 +10,7 @@ from types import CodeType
 from typing import Protocol
 
 from rlmix.core.errors import RlmixError
-from rlmix.core.task import Commit
+from rlmix.core.task import Repository
 
 EXIT_TIMED_OUT = 124
 """As the `timeout` command reports it."""
@@ -133,7 +133,7 @@ class SandboxBackend(Protocol):
         """What this machine does not allow, in sentences; empty when nothing is weaker."""
         ...
 
-    async def prepare(self, history: tuple[Commit, ...]) -> Template:
+    async def prepare(self, repository: Repository) -> Template:
         """Build (or find) the repository that a task starts from."""
         ...
 

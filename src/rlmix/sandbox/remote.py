@@ -113,20 +113,20 @@ class RemoteBackend:
                 with contextlib.suppress(SandboxError):
                     await self._json(server, "PUT", _client_path(server), {}, NETWORK_S)
 
-    async def prepare(self, history: tuple[Commit, ...]) -> RemoteTemplate:
+    async def prepare(self, repository: Repository) -> RemoteTemplate:
         server = self._order()[0]
-        return await self._prepare_on(server, history)
+        return await self._prepare_on(server, repository)
 
-    async def _prepare_on(self, server: _Server, history: tuple[Commit, ...]) -> RemoteTemplate:
+    async def _prepare_on(self, server: _Server, repository: Repository) -> RemoteTemplate:
         answer = await self._json(
             server,
             "POST",
             f"{_client_path(server)}/templates",
-            {"history": wire.dump_history(history)},
+            wire.dump_repository(repository),
             CREATE_TIMEOUT_S + NETWORK_S,
         )
         server.templates[answer["base_commit"]] = answer["template"]
-        return RemoteTemplate(history=history, base_commit=answer["base_commit"])
+        return RemoteTemplate(repository=repository, base_commit=answer["base_commit"])
 
     def _order(self) -> list[_Server]:
         """Servers to try, best first: those that answer, then those with the fewest of ours."""
@@ -157,7 +157,7 @@ class RemoteBackend:
         path = f"{_client_path(server)}/sandboxes/{name}"
         for attempt in range(2):
             if template.base_commit not in server.templates or attempt:
-                await self._prepare_on(server, template.history)
+                await self._prepare_on(server, template.repository)
             body = {"template": server.templates[template.base_commit]}
             status, data = await self._call(
                 server, "PUT", path, wire.dump(body), CREATE_TIMEOUT_S + NETWORK_S

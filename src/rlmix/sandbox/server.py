@@ -229,8 +229,8 @@ class SandboxServer:
 
     async def _prepare(self, request: web.Request) -> web.Response:
         client = self._client(request)
-        history = wire.load_history(wire.load(await request.read())["history"])
-        template = await client.backend.prepare(history)
+        repository = wire.load_repository(wire.load(await request.read()))
+        template = await client.backend.prepare(repository)
         name = template.path.name
         client.templates[name] = template
         return _answer({"template": name, "base_commit": template.base_commit})

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from rlmix.core.errors import SandboxError
-from rlmix.core.task import Commit
+from rlmix.core.task import Commit, PreparedRepository, Repository
 from rlmix.sandbox.protocol import CommandResult, PythonResult, SandboxLimits
 
 VERSION = 1
@@ -45,12 +45,18 @@ def load(data: bytes) -> dict[str, Any]:
     return value
 
 
-def dump_history(history: tuple[Commit, ...]) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(commit) for commit in history]
+def dump_repository(repository: Repository) -> dict[str, Any]:
+    """A history travels whole; of a prepared repository only its place, on a store that both
+    machines see."""
+    if isinstance(repository, PreparedRepository):
+        return {"prepared": dataclasses.asdict(repository)}
+    return {"history": [dataclasses.asdict(commit) for commit in repository]}
 
 
-def load_history(rows: list[dict[str, Any]]) -> tuple[Commit, ...]:
-    return tuple(Commit(**row) for row in rows)
+def load_repository(row: dict[str, Any]) -> Repository:
+    if "prepared" in row:
+        return PreparedRepository(**row["prepared"])
+    return tuple(Commit(**commit) for commit in row["history"])
 
 
 def dump_limits(limits: SandboxLimits) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def test_roots_sandboxes_run_under_different_unprivileged_ids(lab: Lab) -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'chroot'; allowed: namespaces, unisolated"):
+    with pytest.raises(ConfigError, match=r"'chroot'; allowed: apptainer, docker, names"):
         asyncio.run(open_backend("chroot", LIMITS, tmp_path, "r"))
 
 
