@@ -14,6 +14,19 @@ class Commit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedRepository:
+    """A repository that `rlmix tasks prepare` made: a folder with `repo` and `capture`."""
+
+    folder: str
+    commit: str
+    """The base in it; part of a template's identity, so a folder made anew is not mixed up."""
+
+
+Repository = tuple[Commit, ...] | PreparedRepository
+"""What a sandbox is filled with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PublicTask:
     """All that the agent, the rollout process and the prompt may see."""
 
@@ -21,10 +34,16 @@ class PublicTask:
     split: str
     """`train` or `eval`."""
     issue: str
-    history: tuple[Commit, ...]
+    history: tuple[Commit, ...] = ()
     """Oldest first; the state after the last commit is the base that the agent edits."""
+    prepared: PreparedRepository | None = None
+    """Instead of a history, for tasks of public sets."""
     tags: dict[str, str] = field(default_factory=dict)
     """`kind`, `difficulty`, `num_edits`, ... for reports only, never in the prompt."""
+
+    @property
+    def repository(self) -> Repository:
+        return self.prepared or self.history
 
     def base_files(self) -> dict[str, str]:
         """Path -> content of the working tree that the agent starts from."""
@@ -54,5 +73,7 @@ class HiddenTask:
     """Git diff of the hidden tests, applied after the submitted one."""
     skippable_tests: tuple[str, ...] = ()
     """Names that passed before the fix and must still pass, or be skipped."""
+    name_style: str = "same"
+    """How those names follow from the runner's (`tasks.evidence.names`)."""
     test_env: dict[str, str] = field(default_factory=dict)
     """Environment of the test command beside the sandbox's own."""

@@ -10,6 +10,7 @@ always gives the same base commit.
 
 import asyncio
 import hashlib
+import os
 import shutil
 import subprocess
 from collections import OrderedDict
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlmix.core.errors import DataError, SandboxError
-from rlmix.core.task import Commit
+from rlmix.core.task import Commit, PreparedRepository, Repository
 
 FIRST_COMMIT_UNIX_S = 1_700_000_000
 COMMIT_GAP_S = 86_400
@@ -111,13 +112,16 @@ class TemplateStore:
         self._known: OrderedDict[str, asyncio.Task[RepositoryTemplate]] = OrderedDict()
         self._users: dict[Path, int] = {}
 
-    async def get(self, history: tuple[Commit, ...]) -> RepositoryTemplate:
-        """The template of `history`; concurrent callers share one build."""
-        stream = fast_import_stream(history)
+    async def get(self, repository: Repository) -> RepositoryTemplate:
+        """The template of a repository; concurrent callers share one build."""
+        if isinstance(repository, PreparedRepository):
+            stream = f"{repository.folder}\n{repository.commit}".encode()
+        else:
+            stream = fast_import_stream(repository)
         key = hashlib.sha256(stream).hexdigest()[:24]
         task = self._known.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception())):
-            task = asyncio.create_task(self._build(key, stream), name=f"template {key}")
+            task = asyncio.create_task(self._build(key, repository), name=f"template {key}")
             self._known[key] = task
         self._known.move_to_end(key)
         template = await asyncio.shield(task)
@@ -146,8 +150,37 @@ class TemplateStore:
                 del self._known[key]
                 shutil.rmtree(path, ignore_errors=True)
 
-    async def _build(self, key: str, stream: bytes) -> RepositoryTemplate:
-        return await asyncio.to_thread(build_template, self._folder / key, stream)
+    async def _build(self, key: str, repository: Repository) -> RepositoryTemplate:
+        path = self._folder / key
+        if isinstance(repository, PreparedRepository):
+            return await asyncio.to_thread(copy_prepared, path, repository)
+        return await asyncio.to_thread(build_template, path, fast_import_stream(repository))
+
+
+def copy_prepared(path: Path, prepared: PreparedRepository) -> RepositoryTemplate:
+    """A prepared repository as a template in the new folder `path`. Blocks.
+
+    Files are linked where the disk is the same: nobody writes to a template.
+    """
+    shutil.rmtree(path, ignore_errors=True)
+    source = Path(prepared.folder)
+    try:
+        for name in ("repo", "capture"):
+            shutil.copytree(source / name, path / name, symlinks=True, copy_function=_link)
+        path.chmod(0o755)
+    except (OSError, shutil.Error) as error:
+        raise SandboxError(
+            f"sandbox: the prepared repository {source} cannot be copied to {path}: {error}; run "
+            "`rlmix tasks prepare` again, or put it where this machine can read it"
+        ) from None
+    return RepositoryTemplate(path=path, base_commit=prepared.commit)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def write_capture(folder: Path) -> None:
