@@ -65,6 +65,7 @@ from rlmix.numerics.consistent.shard import (
     shard_tensors,
     tensors_from_names,
 )
+from rlmix.numerics.consistent.storage import for_decoding
 
 START_LIMIT_S = 180.0
 """Importing torch takes seconds, on a machine that is busy with other replicas many."""
@@ -119,6 +120,9 @@ class _Rank:
             self.cache.capacity, head_dim=plan.spec.head_dim, theta=plan.shape.rope_theta
         )
         self.tensors: ModelTensors | None = None
+
+    def hold(self, tensors: ModelTensors) -> None:
+        self.tensors = for_decoding(tensors)
 
     def hidden(self, rows: RowsOfStep, route: Route | None) -> Tensor:
         assert self.tensors is not None
@@ -273,7 +277,7 @@ class RankedModel:
             self.tell("load", shapes, only=rank)
             for tensor in part.values():
                 self.exchange("send", tensor.contiguous(), rank)
-        self._rank.tensors = shard_tensors(tensors, plan.spec, plan.layout, rank=0)
+        self._rank.hold(shard_tensors(tensors, plan.spec, plan.layout, rank=0))
 
     def tell(self, command: str, *arguments: object, only: int | None = None) -> None:
         """Have every worker, or one, do something after what it was told before."""
@@ -407,7 +411,7 @@ class _Commands:
         found = {name: torch.empty(shape) for name, shape in shapes.items()}
         for tensor in found.values():
             _exchange(self._world, "recv", tensor, 0)
-        self._rank.tensors = tensors_from_names(found)
+        self._rank.hold(tensors_from_names(found))
 
     def move(self, source: int, target: int, num_tokens: int) -> None:
         self._rank.cache.move(source, target, num_tokens=num_tokens)

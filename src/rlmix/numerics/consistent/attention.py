@@ -147,6 +147,13 @@ def _blocks(num_heads: int, batch: int, tile: QueryTile, groups: int) -> list[_B
     ]
 
 
+def is_one_block(plan: AttentionPlan, *, num_heads: int) -> bool:
+    """Whether a call of one query tile computes all its key heads at once."""
+    rows = (plan.tiles[0].last - plan.tiles[0].first) * plan.groups
+    width = max(keys.last - keys.first for keys in plan.tiles[0].keys)
+    return len(plan.tiles) == 1 and num_heads * rows * width <= BLOCK_SCORES
+
+
 def _masked_scores(
     queries_ZRD: Tensor, keys_ZLD: Tensor, tile: KeyTile, batch: slice, groups: int
 ) -> Tensor:
@@ -179,17 +186,22 @@ def _shares(largest: list[Tensor], sums: list[Tensor]) -> list[Tensor]:
     return [weight.div_(total) for weight in weights]
 
 
-def _forward_tile(
+def attend_tile(
     queries_ZRD: Tensor,
     keys_ZLD: Tensor,
     values_ZLD: Tensor,
     tile: QueryTile,
     plan: AttentionPlan,
     batch: slice,
-    kept: list[Tensor] | None,
+    kept: list[Tensor] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The rows' results, and the shares of their key tiles; `kept` gets each tile's
-    probabilities."""
+    """The rows' results [Z, R, D], and the shares of their key tiles; `kept` gets each tile's
+    probabilities.
+
+    Args:
+        queries_ZRD: scaled, of a block of key heads; keys_ZLD, values_ZLD: of the same.
+        batch: the sequences of the block.
+    """
     largest, sums, means = [], [], []
     for keys in tile.keys:
         scores = _masked_scores(queries_ZRD, keys_ZLD, keys, batch, plan.groups)
@@ -328,14 +340,14 @@ def _forward(
     blocks = [_blocks(len(keys), len(q_BTND), tile, plan.groups) for tile in plan.tiles]
     if len(blocks) == 1 and len(blocks[0]) == 1:
         batch = slice(0, len(q_BTND))
-        result, share = _forward_tile(queries, keys, values, plan.tiles[0], plan, batch, kept)
+        result, share = attend_tile(queries, keys, values, plan.tiles[0], plan, batch, kept)
         return result, (queries, keys, values), [share]
     results, shares = torch.empty(queries.shape), []
     for tile, tile_blocks in zip(plan.tiles, blocks, strict=True):
         for block in tile_blocks:
             query = _rows_of(queries, tile, block, plan.groups)
             heads = block.heads
-            result, share = _forward_tile(
+            result, share = attend_tile(
                 query, keys[heads], values[heads], tile, plan, block.batch, kept
             )
             _rows_of(results, tile, block, plan.groups).copy_(result)

@@ -117,8 +117,9 @@ def expert_mlps(
     """
     ids_P = ids_TK.reshape(-1).numpy() - first_expert  # P = T * K choices
     num_experts = len(gate_up_EIH)
-    is_ours = (ids_P >= 0) & (ids_P < num_experts)
-    counts_E = np.bincount(ids_P[is_ours], minlength=num_experts)
+    are_ours = first_expert == 0 and int(ids_P.max(initial=0)) < num_experts
+    is_ours = None if are_ours else (ids_P >= 0) & (ids_P < num_experts)
+    counts_E = np.bincount(ids_P if is_ours is None else ids_P[is_ours], minlength=num_experts)
     shared_room = max(min_rows(), int(counts_E.max()))
     rooms_E = np.where(counts_E > 0, np.maximum(counts_E, min_rows()), 0)
     is_batched = shared_room <= BATCHED_ROWS and num_experts * shared_room <= 2 * int(rooms_E.sum())
@@ -133,7 +134,7 @@ def expert_mlps(
         outputs_SH = torch.bmm(inner, down_EHI.float().transpose(1, 2)).flatten(0, 1)
     else:
         outputs_SH = _one_by_one(inputs_SH, gate_up_EIH, down_EHI, rooms_E, round_to)
-    if not is_ours.all():
+    if is_ours is not None and not is_ours.all():
         outputs_SH = torch.cat((outputs_SH, outputs_SH.new_zeros(1, outputs_SH.shape[1])))
     if torch.is_grad_enabled() and outputs_SH.requires_grad:
         outputs_PH = _Collect.apply(outputs_SH, place_of_TK)
@@ -144,16 +145,16 @@ def expert_mlps(
 
 def _places(
     ids_P: np.ndarray,
-    is_ours: np.ndarray,
+    is_ours: np.ndarray | None,
     counts_E: np.ndarray,
     rooms_E: np.ndarray,
     shape: torch.Size,
 ) -> tuple[Tensor, Tensor]:
     """The token of each place (0 where none is), and the place of each choice: tokens in their
     order within an expert, experts one after another. Choices of nobody get the place after the
-    last."""
+    last. `is_ours` is None when all are."""
     num_places = int(rooms_E.sum())
-    keys_P = np.where(is_ours, ids_P, len(counts_E))
+    keys_P = ids_P if is_ours is None else np.where(is_ours, ids_P, len(counts_E))
     order_P = keys_P.argsort(kind="stable")[: int(counts_E.sum())]
     shift_E = (rooms_E.cumsum() - rooms_E) - (counts_E.cumsum() - counts_E)
     places = np.arange(len(order_P)) + shift_E[ids_P[order_P]]
@@ -210,9 +211,11 @@ def combine(
 
 
 def _weighted_sum(outputs_TKH: Tensor, shares_TK: Tensor) -> Tensor:
-    total = outputs_TKH[:, 0] * shares_TK[:, :1]
-    for rank in range(1, shares_TK.shape[1]):
-        total.add_(outputs_TKH[:, rank] * shares_TK[:, rank : rank + 1])
+    first, *others = (outputs_TKH * shares_TK[:, :, None]).unbind(1)
+    # In place would spare an allocation, and keep all ranks' products alive behind it.
+    total = first + others[0] if others else first.clone()
+    for other in others[1:]:
+        total.add_(other)
     return total
 
 

@@ -67,6 +67,11 @@ def linear(
     return _finish(F.linear(_float_rows(x), _float_weight(weight_NK)), x, residual, round_to)
 
 
+def _leaves(x: Tensor, count: int) -> Tensor:
+    """[count, rows, width] view of [rows, count * width]."""
+    return x.view(len(x), count, -1).transpose(0, 1)
+
+
 def row_parallel_linear(
     x: Tensor,
     weight_NK: Tensor,
@@ -99,15 +104,19 @@ def row_parallel_linear(
             f"row-parallel linear: {leaves} leaves over {world} processes and K={x.shape[-1]} a "
             "process; processes must divide the leaves, and a process's leaves its K"
         )
-    rows_MK, width = _float_rows(x), x.shape[-1] // local
-    leaves_of_rows = rows_MK.view(len(rows_MK), local, width).transpose(0, 1)
-    leaves_of_weight = _float_weight(weight_NK).unflatten(1, (local, width)).permute(1, 2, 0)
-    parts = torch.bmm(leaves_of_rows, leaves_of_weight)
+    weight = _float_weight(weight_NK)
+    leaves_of_weight = _leaves(weight if weight.is_contiguous() else weight.contiguous(), local)
+    parts = torch.bmm(_leaves(_float_rows(x), local), leaves_of_weight.transpose(1, 2))
     return _finish(tree_all_reduce(_tree_sum(parts), group), x, residual, round_to)
 
 
 def _tree_sum(parts: Tensor) -> Tensor:
-    """`tree_sum` over the first dimension of one tensor."""
+    """`tree_sum` over the first dimension of one tensor, which it may overwrite."""
+    if not parts.requires_grad:
+        level = list(parts.unbind())
+        while len(level) > 1:
+            level = [left.add_(right) for left, right in zip(level[::2], level[1::2], strict=True)]
+        return level[0]
     while len(parts) > 1:
         parts = parts[::2] + parts[1::2]
     return parts[0]

@@ -19,7 +19,13 @@ from rlmix.numerics.consistent.attention import attend, plan_attention
 from rlmix.numerics.consistent.contract import TREE_LEAVES, Tiling, rounded
 from rlmix.numerics.consistent.experts import choose_experts, combine, expert_mlps, expert_shares
 from rlmix.numerics.consistent.linear import linear, row_parallel_linear
-from rlmix.numerics.consistent.pointwise import rms_norm, rope, swiglu
+from rlmix.numerics.consistent.pointwise import (
+    rms_norm,
+    rope,
+    rope_rows,
+    row_turns,
+    swiglu,
+)
 from rlmix.numerics.consistent.tree import tree_all_reduce
 
 
@@ -156,8 +162,16 @@ def run_layers(
         route: called in every layer with experts; None: `own_route`.
     """
     hidden_MH = tensors.embedding.index_select(0, ids_M)
+    turns = None if torch.is_grad_enabled() else row_turns(rotations_2MD)
     for index, layer in enumerate(tensors.layers):
-        attended = _attend(index, layer, spec, hidden_MH, rotations_2MD, attend_rows)
+        normed = rms_norm(hidden_MH, layer.input_norm, eps=spec.rms_eps, round_to=spec.round_to)
+        heads = linear(normed, layer.qkv).view(len(hidden_MH), -1, spec.head_dim)
+        if turns is None:
+            heads = _rotated(heads, layer, spec, rotations_2MD)
+        else:
+            heads = _rotated_in_place(heads, layer, spec, turns)
+        queries, new = heads.split((spec.num_heads, 2 * spec.num_kv_heads), dim=1)
+        attended = attend_rows(index, queries, new).reshape(len(hidden_MH), -1)
         hidden_MH = row_parallel_linear(
             attended,
             layer.out,
@@ -176,25 +190,26 @@ def run_layers(
     return rms_norm(hidden_MH, tensors.final_norm, eps=spec.rms_eps, round_to=spec.round_to)
 
 
-def _attend(
-    index: int,
-    layer: LayerTensors,
-    spec: ModelSpec,
-    hidden_MH: Tensor,
-    rotations_2MD: Tensor,
-    attend_rows: Attend,
-) -> Tensor:
-    """[M, N * D]."""
+def _rotated(heads: Tensor, layer: LayerTensors, spec: ModelSpec, rotations_2MD: Tensor) -> Tensor:
+    """Queries, keys and values, [M, N + 2 * key heads, D], as attention takes them."""
     num_rotated = spec.num_heads + spec.num_kv_heads
-    normed = rms_norm(hidden_MH, layer.input_norm, eps=spec.rms_eps, round_to=spec.round_to)
-    heads = linear(normed, layer.qkv).view(len(hidden_MH), -1, spec.head_dim)
     # Not slices: their gradients would be whole tensors of zeros, filled and added.
     rotated, values = heads.split((num_rotated, spec.num_kv_heads), dim=1)
     if layer.qk_norm is not None:
         rotated = rms_norm(rotated, layer.qk_norm, eps=spec.rms_eps)
-    heads = rounded(torch.cat((rope(rotated, rotations_2MD), values), dim=1), spec.round_to)
-    queries, new = heads.split((spec.num_heads, 2 * spec.num_kv_heads), dim=1)
-    return attend_rows(index, queries, new).reshape(len(hidden_MH), -1)
+    return rounded(torch.cat((rope(rotated, rotations_2MD), values), dim=1), spec.round_to)
+
+
+def _rotated_in_place(
+    heads: Tensor, layer: LayerTensors, spec: ModelSpec, turns: tuple[Tensor, Tensor]
+) -> Tensor:
+    """The same without gradient."""
+    rotated = heads[:, : spec.num_heads + spec.num_kv_heads]
+    normed = rotated
+    if layer.qk_norm is not None:
+        normed = rms_norm(rotated, layer.qk_norm, eps=spec.rms_eps)
+    rope_rows(normed, turns, out=rotated)
+    return rounded(heads, spec.round_to)
 
 
 def _dense_mlp(

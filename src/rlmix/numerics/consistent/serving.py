@@ -12,8 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlmix.numerics.consistent.attention import AttentionPlan, attend, plan_attention
-from rlmix.numerics.consistent.contract import Tiling
+from rlmix.numerics.consistent.attention import (
+    AttentionPlan,
+    attend,
+    attend_tile,
+    is_one_block,
+    plan_attention,
+)
+from rlmix.numerics.consistent.contract import Tiling, rounded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +98,11 @@ class CacheAttention:
         """
         self._cache, self._step, self._write_index = cache, step, write_index
         self._round_to = round_to
+        self._decoding = {
+            group.first: _Decoding(group, cache)
+            for group in step
+            if group.plan.num_queries == 1 and _Decoding.fits(group, cache)
+        }
 
     def __call__(self, layer: int, queries: Tensor, new: Tensor) -> Tensor:
         cache, dim = self._cache[layer], new.shape[-1]
@@ -106,7 +117,41 @@ class CacheAttention:
         return out
 
     def _attend(self, cache: Tensor, queries: Tensor, group: Group) -> Tensor:
+        if group.first in self._decoding:
+            found = self._decoding[group.first](cache, queries)
+            return rounded(found, self._round_to).view(queries.shape)
         keys, values = cache[:, group.first_slot : group.last_slot]
         batch = group.last_slot - group.first_slot
         rows = queries.reshape(batch, -1, *queries.shape[1:])
         return attend(rows, keys, values, group.plan, round_to=self._round_to).flatten(0, 1)
+
+
+class _Decoding:
+    """One token of each of several sequences: the arithmetic of `attend` in fewer operations, since
+    what does not depend on the layer is done once a step."""
+
+    def __init__(self, group: Group, cache: Tensor) -> None:
+        _, _, _, heads, _, dim = cache.shape
+        plan, batch = group.plan, group.last_slot - group.first_slot
+        self._plan, self._slots = plan, slice(group.first_slot, group.last_slot)
+        self._batch = slice(0, batch)
+        self._scale = dim**-0.5
+        padded = torch.zeros(batch, heads, plan.num_padded, plan.groups, dim)
+        self._rows = padded.view(batch * heads, -1, dim)
+        self._own = padded[:, :, 0]
+        self._shape = padded.shape
+
+    @staticmethod
+    def fits(group: Group, cache: Tensor) -> bool:
+        batch = group.last_slot - group.first_slot
+        return cache.shape[4] >= group.plan.num_keys and is_one_block(
+            group.plan, num_heads=batch * cache.shape[3]
+        )
+
+    def __call__(self, cache: Tensor, queries: Tensor) -> Tensor:
+        """float32 [B, key heads, G, D], not rounded."""
+        torch.mul(queries.view(self._own.shape), self._scale, out=self._own)
+        keys, values = cache[:, self._slots].flatten(1, 2)
+        tile = self._plan.tiles[0]
+        result, _ = attend_tile(self._rows, keys, values, tile, self._plan, self._batch)
+        return result.view(self._shape)[:, :, 0]
