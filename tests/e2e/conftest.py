@@ -90,7 +90,7 @@ class RunningCommand:
 
 @pytest.fixture
 def start_run(tmp_path: Path) -> Iterator[Callable[..., RunningCommand]]:
-    """`start_run(name, *overrides, experiment="tiny")`; whatever still runs at the end is killed."""
+    """`start_run(name, *overrides, experiment=...)`; what still runs at the end is killed."""
     started: list[RunningCommand] = []
 
     def start(name: str, *arguments: str, experiment: str = "tiny") -> RunningCommand:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlmix.config.schema.train import TrainConfig
 from rlmix.engine.sglang.arguments import refused_arguments
-from rlmix.engine.sglang.environment import is_runnable, sglang_python
+from rlmix.engine.sglang.environment import is_being_made, is_runnable, sglang_python
 from rlmix.loop.fleets import NO_EVALUATION, evaluating_pool
 from rlmix.plan.capabilities import SGLANG_VERSION
 from rlmix.plan.runplan import RunPlan
@@ -33,7 +33,8 @@ def argument_faults(plan: RunPlan, config: TrainConfig, *, cache: Path = ANSWERS
         for name, pool in plan.pools.items()
         if pool.engine == "sglang" and config.pools[name].engine_args
     }
-    if not argvs or not is_runnable(Path(interpreter(config))):
+    python = Path(interpreter(config))
+    if not argvs or not is_runnable(python) or is_being_made(python):
         return []
     refused = refused_arguments(argvs, cache=cache.expanduser(), environ=os.environ)
     return [
@@ -48,7 +49,12 @@ def start_faults(plan: RunPlan, config: TrainConfig, *, devices: Path = DEVICES)
     faults = []
     started = {name: pool for name, pool in plan.pools.items() if pool.engine == "sglang"}
     python = Path(interpreter(config))
-    if started and not is_runnable(python):
+    if started and is_runnable(python) and is_being_made(python):
+        faults.append(
+            f"pools.{next(iter(started))}.engine=sglang: the environment of {python} is not "
+            "finished; run scripts/sglang-env, which waits for it or makes it again"
+        )
+    elif started and not is_runnable(python):
         faults.append(
             f"pools.{next(iter(started))}.engine=sglang: no SGLang is installed at {python}; run "
             "scripts/sglang-env, which makes that environment, or set sglang.python to an "

@@ -218,6 +218,8 @@ class Slot:
             # Updating is short, and requests wait for its end in the engine: to take all
             # replicas out of rotation for it would only make a herd afterwards.
             "state": "ready",
+            # A server that is not the run's own has a key of its own, which the router finds there.
+            **({"token_env": self.spec.token_env} if self.spec.url and self.spec.token_env else {}),
         }
 
     async def register(self) -> None:

@@ -115,6 +115,7 @@ TYPES: dict[str, tuple[type, ...]] = {
     "pool": (str,), "url": (str,), "numerics_key": (str,), "speed": (int, float),
     "max_running": (int,), "version": (int,), "state": (str,), "view": (str,),
     "max_total_tokens": (int,), "max_context_tokens": (int,), "state_slots": (int,),
+    "token_env": (str,),
 }  # fmt: skip
 AT_LEAST_ONE = ("max_running", "max_total_tokens", "max_context_tokens", "state_slots")
 

@@ -4,6 +4,7 @@ Invariant: a whole answer is one replica's or an error; what was streamed is nev
 another replica's tokens.
 """
 
+import os
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -118,7 +119,7 @@ class Forwarder:
                 async with self.http.post(
                     upstream.url + call.path,
                     data=call.body,
-                    headers=self._headers(session_id, call),
+                    headers=self._headers(upstream, session_id, call),
                     timeout=timeout,
                 ) as response:
                     kept = {n: response.headers[n] for n in KEPT_HEADERS if n in response.headers}
@@ -137,7 +138,7 @@ class Forwarder:
                 self.reconnects += 1
         raise AssertionError("unreachable")
 
-    def _headers(self, session_id: str, call: Call) -> dict[str, str]:
+    def _headers(self, upstream: Upstream, session_id: str, call: Call) -> dict[str, str]:
         headers = {
             "Content-Type": JSON_TYPE,
             names.SESSION: session_id,
@@ -147,9 +148,7 @@ class Forwarder:
         }
         if call.min_version is not None:
             headers[names.MIN_VERSION] = str(call.min_version)
-        if self._token is not None:
-            headers["Authorization"] = self._token
-        return headers
+        return headers | upstream.record.authorization(self._token, os.environ)
 
 
 async def _pass_on(response: aiohttp.ClientResponse, sink: Sink, headers: dict[str, str]) -> Reply:

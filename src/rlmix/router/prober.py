@@ -9,6 +9,7 @@ death only by way of restarting and stale.
 import asyncio
 import contextlib
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ class Prober:
     ) -> None:
         self._static = {replica.name: replica for replica in replicas}
         self._registry = registry
-        self._headers = {"Authorization": token} if token else {}
+        self._token = token
         self._every_s = every_s
         self._stall_timeout_s = stall_timeout_s
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -138,7 +139,8 @@ class Prober:
 
     async def _ask_loads(self, http: aiohttp.ClientSession, known: Upstream) -> Loads:
         sent_in_flight = known.in_flight
-        status, document = await self._get(http, known.url, "/v1/loads?include=all")
+        headers = known.record.authorization(self._token, os.environ)
+        status, document = await self._get(http, known.url, "/v1/loads?include=all", headers)
         if status != 200:
             return Loads()
         loads = read_loads(document)
@@ -173,10 +175,17 @@ class Prober:
         )
 
     async def _get(
-        self, http: aiohttp.ClientSession, url: str, path: str
+        self,
+        http: aiohttp.ClientSession,
+        url: str,
+        path: str,
+        headers: Mapping[str, str] | None = None,
     ) -> tuple[int, Mapping[str, Any]]:
+        """With the run's token, unless other headers are given."""
+        if headers is None:
+            headers = {"Authorization": self._token} if self._token else {}
         timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
-        async with http.get(url + path, headers=self._headers, timeout=timeout) as response:
+        async with http.get(url + path, headers=headers, timeout=timeout) as response:
             content = await response.read()
             try:
                 document = orjson.loads(content) if content.strip() else {}

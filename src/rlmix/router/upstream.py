@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 
 from rlmix.router.probe import Loads
@@ -37,6 +37,17 @@ class ReplicaRecord:
     """Requests whose recurrent state fits."""
     prior: StepModel | None = None
     """Roofline of its accelerator, in seconds; it stands in for `speed`."""
+    token_env: str = ""
+    """Variable of the router's environment with the key of a server that is not the run's own;
+    the run's token is never sent there. Empty: the run's token is."""
+
+    def authorization(self, own: str | None, environ: Mapping[str, str]) -> dict[str, str]:
+        """The header that opens this replica; `own` is the run's."""
+        value = own
+        if self.token_env:
+            key = environ.get(self.token_env)
+            value = f"Bearer {key}" if key else None
+        return {} if value is None else {"Authorization": value}
 
 
 class Upstream:

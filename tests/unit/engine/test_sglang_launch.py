@@ -10,7 +10,12 @@ import pytest
 
 from rlmix.core.errors import LaunchError
 from rlmix.engine.sglang import serve
-from rlmix.engine.sglang.environment import is_runnable, library_path, sglang_python
+from rlmix.engine.sglang.environment import (
+    is_being_made,
+    is_runnable,
+    library_path,
+    sglang_python,
+)
 from rlmix.engine.sglang.launch import flags_of, start_command, start_environment
 from rlmix.engine.sglang.readback import compare, numerics_of
 
@@ -96,6 +101,14 @@ def test_the_environment_is_the_named_one_the_variable_s_or_the_script_s(tmp_pat
     assert found(None) == Path.home() / ".cache/rlmix/sglang-0.5.23/bin/python"
     assert found("~/x/python") == Path.home() / "x/python"
     assert not is_runnable(tmp_path)
+    # The script locks first and stamps last; an environment of your own has neither.
+    python = tmp_path / "env" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    assert not is_being_made(python)
+    (tmp_path / "env.lock").touch()
+    assert is_being_made(python)
+    (tmp_path / "env" / ".rlmix-sglang").touch()
+    assert not is_being_made(python)
     assert is_runnable(Path(sys.executable))
 
 

@@ -11,6 +11,9 @@ from pathlib import Path
 FOLDER_VARIABLE = "RLMIX_SGLANG_ENV"
 """Folder of the environment, as `scripts/sglang-env` reads it too."""
 
+STAMP = ".rlmix-sglang"
+"""In the folder of an environment that the script has made; written last."""
+
 STAND_IN_FOLDER = "no-gpu-driver"
 """Beside `bin`, on machines without a GPU driver: a libcuda.so.1 that answers every call with
 CUDA_ERROR_NO_DEVICE, because SGLang's CUDA wheels link against the driver."""
@@ -33,6 +36,12 @@ def sglang_python(named: str | None, *, version: str, environ: Mapping[str, str]
 def is_runnable(python: Path) -> bool:
     """Is there an interpreter that this user may run?"""
     return python.is_file() and os.access(python, os.X_OK)
+
+
+def is_being_made(python: Path) -> bool:
+    """Does the interpreter lie in an environment that the script began and did not finish?"""
+    folder = python.parent.parent
+    return folder.with_name(f"{folder.name}.lock").exists() and not (folder / STAMP).exists()
 
 
 def library_path(python: Path, environ: Mapping[str, str]) -> dict[str, str]:
