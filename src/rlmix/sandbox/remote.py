@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from rlmix.core.errors import ConfigError, SandboxError
-from rlmix.core.task import Commit
+from rlmix.core.task import Repository
 from rlmix.sandbox import wire
 from rlmix.sandbox.protocol import (
     CommandResult,
@@ -40,9 +40,9 @@ _NO_TEMPLATE = 404
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteTemplate:
-    """A history; each server builds it when it is first asked for it."""
+    """A repository; each server builds it when it is first asked for it."""
 
-    history: tuple[Commit, ...]
+    repository: Repository
     base_commit: str
 
 
