@@ -50,10 +50,15 @@ from rlmix.core.errors import EngineError
 from rlmix.engine.arguments import die_with_parent
 from rlmix.engine.embedded.kv import KvCache
 from rlmix.engine.embedded.shape import ModelShape
-from rlmix.numerics.consistent.contract import Tiling
+from rlmix.numerics.consistent.contract import TREE_LEAVES, Tiling
 from rlmix.numerics.consistent.model import ModelSpec, ModelTensors, Ranks, Route, run_layers
 from rlmix.numerics.consistent.pointwise import rope_table
-from rlmix.numerics.consistent.serving import CacheAttention, PromptChunk, plan_step
+from rlmix.numerics.consistent.serving import (
+    CacheAttention,
+    PromptChunk,
+    for_decoding,
+    plan_step,
+)
 from rlmix.numerics.consistent.shard import (
     LOOPBACK,
     Layout,
@@ -65,7 +70,6 @@ from rlmix.numerics.consistent.shard import (
     shard_tensors,
     tensors_from_names,
 )
-from rlmix.numerics.consistent.storage import for_decoding
 
 START_LIMIT_S = 180.0
 """Importing torch takes seconds, on a machine that is busy with other replicas many."""
@@ -122,7 +126,7 @@ class _Rank:
         self.tensors: ModelTensors | None = None
 
     def hold(self, tensors: ModelTensors) -> None:
-        self.tensors = for_decoding(tensors)
+        self.tensors = for_decoding(tensors, leaves=TREE_LEAVES // self.plan.layout.tensor)
 
     def hidden(self, rows: RowsOfStep, route: Route | None) -> Tensor:
         assert self.tensors is not None

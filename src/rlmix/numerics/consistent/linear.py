@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlmix.numerics.consistent.contract import min_rows, rounded
+from rlmix.numerics.consistent.storage import is_by_inputs, storage_is_free
 from rlmix.numerics.consistent.tree import tree_all_reduce
 
 
@@ -24,8 +25,10 @@ def _float_rows(x: Tensor) -> Tensor:
     return F.pad(rows_MK, (0, 0, 0, missing)) if missing > 0 else rows_MK
 
 
-def _float_weight(weight_NK: Tensor) -> Tensor:
-    if weight_NK.stride(-1) != 1:
+def _float_weight(weight_NK: Tensor, *, leaves: int = 1) -> Tensor:
+    if is_by_inputs(weight_NK) and not storage_is_free(
+        weight_NK.shape[1] // leaves, weight_NK.shape[0], threads=torch.get_num_threads()
+    ):
         # For narrow products MKL adds in another order when the weight is stored transposed.
         raise ValueError(
             f"consistent linear: a weight {tuple(weight_NK.shape)} with strides "
@@ -59,7 +62,8 @@ def linear(
         residual: added in float32 before the rounding, [..., N].
         round_to: the result is a number of this dtype, held in x's; None: x's own.
     Raises:
-        ValueError: the weight is stored with outputs side by side.
+        ValueError: the weight is stored with outputs side by side, and the library would add in
+            another order.
     Returns:
         [..., N] of x's dtype. Gradients are float32 sums, rounded only to the dtype of what they
         belong to.
@@ -104,9 +108,12 @@ def row_parallel_linear(
             f"row-parallel linear: {leaves} leaves over {world} processes and K={x.shape[-1]} a "
             "process; processes must divide the leaves, and a process's leaves its K"
         )
-    weight = _float_weight(weight_NK)
-    leaves_of_weight = _leaves(weight if weight.is_contiguous() else weight.contiguous(), local)
-    parts = torch.bmm(_leaves(_float_rows(x), local), leaves_of_weight.transpose(1, 2))
+    weight = _float_weight(weight_NK, leaves=local)
+    if is_by_inputs(weight):
+        leaves_KN = weight.t().unflatten(0, (local, -1))
+    else:
+        leaves_KN = weight.unflatten(1, (local, -1)).permute(1, 2, 0)
+    parts = torch.bmm(_leaves(_float_rows(x), local), leaves_KN)
     return _finish(tree_all_reduce(_tree_sum(parts), group), x, residual, round_to)
 
 

@@ -1,4 +1,5 @@
-"""Attention of one engine step over a cache of slots: decoding rows together, then each chunk.
+"""What an engine does otherwise than a trainer, for the same bits: weights stored for decoding, and
+attention of one step over a cache of slots, decoding rows together, then each chunk.
 
 A plan is made once a step and serves every layer. Invariant: rows write before anybody reads, and
 a row reads its own slot only.
@@ -7,7 +8,7 @@ a row reads its own slot only.
 # T rows of the step, B decoding rows (the first ones, in slots 0..B-1), D head dim
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +20,34 @@ from rlmix.numerics.consistent.attention import (
     is_one_block,
     plan_attention,
 )
-from rlmix.numerics.consistent.contract import Tiling, rounded
+from rlmix.numerics.consistent.contract import TREE_LEAVES, Tiling, rounded
+from rlmix.numerics.consistent.head import VOCAB_TILE
+from rlmix.numerics.consistent.model import LayerTensors, ModelTensors
+from rlmix.numerics.consistent.storage import by_inputs
+
+
+def for_decoding(tensors: ModelTensors, *, leaves: int = TREE_LEAVES) -> ModelTensors:
+    """The same model with its matrices stored input by input, where that changes no bit.
+
+    Args:
+        leaves: of this process's part of a row-parallel product.
+    """
+    head = tensors.head
+    return replace(
+        tensors,
+        layers=tuple(_for_decoding(layer, leaves) for layer in tensors.layers),
+        head=by_inputs(head) if len(head) <= VOCAB_TILE else head,
+    )
+
+
+def _for_decoding(layer: LayerTensors, leaves: int) -> LayerTensors:
+    return replace(
+        layer,
+        qkv=by_inputs(layer.qkv),
+        out=by_inputs(layer.out, leaves=leaves),
+        gate_up=by_inputs(layer.gate_up),
+        down=by_inputs(layer.down, leaves=leaves if layer.router is None else 1),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

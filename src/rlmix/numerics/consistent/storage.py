@@ -1,43 +1,41 @@
-"""How an engine stores expert weights so that decoding reads them faster, bit for bit the same.
+"""How an engine stores weights so that decoding reads them faster, bit for bit the same.
 
 A product of few rows with weights stored output by output, as checkpoints have them, waits for
-memory; stored input by input it does not (a tenth of a decoding step of the bundled policy).
-Whether the library then still adds in the same order is asked for each shape, since for narrow
-products it does not; where it says no, the weights stay as they are.
+memory longer than with weights stored input by input. Whether the library still adds in the same
+order is asked for each shape, since for narrow products it does not; where it says no, the weights
+stay as they are, and `linear` refuses them the other way round.
 """
 
-# E experts, M rows, K inputs, N outputs
+# M rows, K inputs, N outputs
 
 import functools
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rlmix.numerics.consistent.contract import min_rows
-from rlmix.numerics.consistent.model import LayerTensors, ModelTensors
 
 PROBED_ROWS = (0, 1, 2, 3, 4, 5, 7, 9, 12, 13, 20, 28, 29, 60, 92, 124, 252)
 """Rows beyond `min_rows` that are compared; kernels change at multiples of 4, 8, 16 and 32."""
 
 
-def for_decoding(tensors: ModelTensors) -> ModelTensors:
-    """The same model with expert weights stored input by input, where that changes no bit."""
-    return replace(tensors, layers=tuple(_restored(layer) for layer in tensors.layers))
+def is_by_inputs(weight_NK: Tensor) -> bool:
+    """Whether a product with this weight, or with each of several, reads it input by input."""
+    return weight_NK.stride(-1) != 1
 
 
-def _restored(layer: LayerTensors) -> LayerTensors:
-    if layer.router is None:
-        return layer
-    return replace(layer, gate_up=_by_inputs(layer.gate_up), down=_by_inputs(layer.down))
+def by_inputs(weight_NK: Tensor, *, leaves: int = 1) -> Tensor:
+    """The same numbers stored input by input, where that changes no bit; else as they are.
 
-
-def _by_inputs(weight_ENK: Tensor) -> Tensor:
-    outputs, inputs = weight_ENK.shape[1:]
-    if not storage_is_free(inputs, outputs, threads=torch.get_num_threads()):
-        return weight_ENK
-    return weight_ENK.transpose(1, 2).contiguous().transpose(1, 2)
+    Args:
+        weight_NK: or several, [E, N, K].
+        leaves: runs of K that are multiplied by themselves.
+    """
+    outputs, inputs = weight_NK.shape[-2:]
+    if not storage_is_free(inputs // leaves, outputs, threads=torch.get_num_threads()):
+        return weight_NK
+    return weight_NK.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
 @functools.cache
