@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from rlmix.cli import answer, doctor, later, runs, train
+from rlmix.cli import answer, doctor, later, runs, tasks, train
 from rlmix.core.errors import ExitCode
 
 app = typer.Typer(
@@ -21,7 +21,7 @@ app.add_typer(later.scale_app, name="scale")
 app.command("diff-logprobs")(later.diff_logprobs)
 app.add_typer(runs.app, name="runs")
 app.command("doctor")(doctor.doctor)
-app.add_typer(later.tasks_app, name="tasks")
+app.add_typer(tasks.app, name="tasks")
 
 
 def main() -> None:

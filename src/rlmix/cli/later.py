@@ -9,7 +9,6 @@ from rlmix.core.errors import PlanError
 
 eval_app = typer.Typer(help="Evaluate a checkpoint (later version).", no_args_is_help=True)
 scale_app = typer.Typer(help="Change the pools of a run (later version).", no_args_is_help=True)
-tasks_app = typer.Typer(help="Prepare and check tasks (later version).", no_args_is_help=True)
 
 
 @eval_app.callback()
@@ -48,24 +47,4 @@ def diff_logprobs(overrides: Overrides = None, as_json: AsJson = False) -> Answe
     raise PlanError(
         "diff-logprobs: arrives with the attribution of numeric differences; in this version "
         "metrics.jsonl has the mismatch of every pool at every step (mismatch/by_pool/...)"
-    )
-
-
-@tasks_app.command("prepare")
-@answered
-def prepare(source: str = typer.Argument(metavar="SOURCE"), as_json: AsJson = False) -> Answer:
-    """Scrub and prove tasks (later version)."""
-    raise PlanError(
-        f"tasks prepare {source}: arrives with the readers of public task sets; generated tasks "
-        "need no preparation"
-    )
-
-
-@tasks_app.command("check")
-@answered
-def check(source: str = typer.Argument(metavar="SOURCE"), as_json: AsJson = False) -> Answer:
-    """Run the gates of tasks (later version)."""
-    raise PlanError(
-        f"tasks check {source}: arrives with the readers of public task sets; the project's own "
-        "tests prove the generated tasks"
     )

@@ -159,6 +159,9 @@ class _Session:
             )
         if result.submitted:
             raise _Ended(StopReason.SUBMITTED)
+        if result.sandbox_lost:
+            # Its edits are gone, and nothing that it says now could be done.
+            raise _Ended(StopReason.SANDBOX_ENDED)
         self._observe(answer, result)
 
     def _observe(self, answer: Generation, result: CommandResult) -> None:
@@ -246,7 +249,7 @@ class _Session:
     async def _ensure_sandbox(self) -> Sandbox:
         """Made at the first command: a session that waits for its engine holds no process."""
         if self.sandbox is None:
-            template = await self.backend.prepare(self.public.history)
+            template = await self.backend.prepare(self.public.repository)
             for attempt in range(CREATE_ATTEMPTS):
                 try:
                     self.sandbox = await self.backend.create(template)

@@ -19,6 +19,7 @@ from rlmix.core.trajectory import Outcome
 from rlmix.sandbox.protocol import PythonResult, SandboxBackend
 from rlmix.sandbox.repository import checked_path
 from rlmix.tasks.evidence.junit import parse_junit
+from rlmix.tasks.evidence.names import renamed
 from rlmix.tasks.evidence.report import TestReport
 from rlmix.tasks.evidence.runners import RUNNERS, runner_of
 from rlmix.tasks.inside.programs import program
@@ -52,6 +53,7 @@ async def judge(
     *,
     timeout_s: float = VERDICT_TIMEOUT_S,
     baselines: Baselines | None = None,
+    runs_empty: bool = False,
 ) -> Verdict:
     """Judge a diff in a fresh sandbox.
 
@@ -59,8 +61,9 @@ async def judge(
         diff: as `Sandbox.capture_diff` returned it, byte for byte.
         timeout_s: wall clock of the tests; running over it is a fail.
         baselines: reports of pristine trees, for tasks with a command that name no tests.
+        runs_empty: run the tests even without a diff, as the gate of a task does.
     """
-    if not diff:
+    if not diff and not runs_empty:
         return Verdict(outcome=Outcome.FAIL, detail="empty_diff")
     if _GITLINK.search(diff):
         return Verdict(outcome=Outcome.FAIL, detail="diff_refused: it adds a submodule")
@@ -136,7 +139,7 @@ async def _run(
     nonce: str,
     timeout_s: float,
 ) -> PythonResult:
-    template = await backend.prepare(public.history)
+    template = await backend.prepare(public.repository)
     sandbox = await backend.create(template)
     try:
         tests = {checked_path(path): text for path, text in hidden.tests.items()}
@@ -207,6 +210,7 @@ def command_run(lines: Lines, result: PythonResult, hidden: HiddenTask) -> Comma
         output = unpacked(said["output"]).decode(errors="replace")
         junit = unpacked(said["junit"]) if "junit" in said else None
         report = runner.parse(output) if junit is None else parse_junit(junit)
+        report = renamed(report, hidden.name_style)
     nonce = said["canary"] if has_canary(hidden) and "canary" in said else ""
     return CommandRun(
         exit_code=None if said["exit"] == "none" else int(said["exit"]),

@@ -98,8 +98,6 @@ def test_a_model_that_is_not_there_is_a_wrong_request(rlmix: Run) -> None:
         ["eval", "swe-bench-pro", "agent=gold"],
         ["scale", "pools", "h100=2"],
         ["diff-logprobs"],
-        ["tasks", "prepare", "generated"],
-        ["tasks", "check", "generated"],
         ["runs", "attach", "x"],
     ],
     ids=lambda command: " ".join(command[:2]),

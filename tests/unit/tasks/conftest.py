@@ -28,7 +28,7 @@ class Court:
 
     def diff(self, command: str, public: PublicTask) -> bytes:
         async def scenario() -> bytes:
-            sandbox = await self.backend.create(await self.backend.prepare(public.history))
+            sandbox = await self.backend.create(await self.backend.prepare(public.repository))
             try:
                 done = await sandbox.run(command)
                 assert done.exit_code == 0, done

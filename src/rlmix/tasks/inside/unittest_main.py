@@ -88,7 +88,7 @@ def main(data, report_fd):
     say = reporter(report_fd, data["nonce"])
     repo, base, home = data["repo"], data["base"], data["home"]
     say("begin")
-    status, _ = git_apply(data["diff"], repo, base, home)
+    status = git_apply(data["diff"], repo, base, home)[0] if data["diff"] else 0
     if status != 0:
         say("unappliable", str(status))
         return

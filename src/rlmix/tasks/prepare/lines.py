@@ -5,6 +5,7 @@ as bytes, archives are looked into, nothing is executed.
 """
 
 import io
+import re
 import tarfile
 import zipfile
 import zlib
@@ -19,6 +20,12 @@ MIN_CHARS = 16
 MAX_LINES = 400
 MAX_FILE_BYTES = 512 << 20
 MAX_MEMBER_BYTES = 64 << 20
+_COMMON = re.compile(
+    r"(?:from\s+[\w.]+\s+)?import\b|#\s*include\b|package\b|use\s|using\s|@?require|export\s+\*"
+    r"|(?:const|let|var)\s.*\brequire\(|[#/*]*\s*(?:copyright|license)|#!",
+    re.IGNORECASE,
+)
+"""Starts of lines that many files share whatever they fix."""
 ARCHIVES = (".whl", ".zip", ".egg", ".jar", ".conda", ".nupkg", ".war")
 TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".crate", ".tar.zst")
 
@@ -44,6 +51,8 @@ def telling_lines(diff: str, base_files: Iterable[bytes]) -> tuple[bytes, ...]:
 
 
 def _tells(line: str) -> bool:
+    if _COMMON.match(line):
+        return False
     letters = sum(letter.isalnum() for letter in line)
     return len(line) >= MIN_CHARS and letters >= MIN_CHARS // 2
 

@@ -1,0 +1,255 @@
+"""`rlmix tasks prepare|check`: make repository tasks that cannot leak their fix, and prove them."""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlmix.cli.answer import Answer, answered
+from rlmix.cli.options import AsJson
+from rlmix.core.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from rlmix.tasks.gates import GateResult
+    from rlmix.tasks.prepare.set import PreparedSet
+
+app = typer.Typer(help="Prepare repository tasks, and run their gates.", no_args_is_help=True)
+
+MAX_SHOWN = 30
+Source = Annotated[str, typer.Argument(metavar="SOURCE", help="generated, or a public set.")]
+Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Tasks to look at.")]
+DEFAULT_RUNS = 2
+MEMORY_MIB, DISK_MIB, PIDS = 2048, 1024, 256
+
+
+@app.command("prepare")
+@answered
+def prepare(
+    source: Source,
+    path: Annotated[
+        Path | None, typer.Option("--path", help="Data of the set: a file or a folder.")
+    ] = None,
+    images: Annotated[
+        Path | None, typer.Option("--images", help="Unpacked images, one folder per task.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the prepared set.")] = None,
+    revision: Annotated[str, typer.Option("--revision", help="Pinned revision.")] = "local",
+    limit: Limit = None,
+    as_json: AsJson = False,
+) -> Answer:
+    """Re-create repositories so that the fix cannot be found, and prove it."""
+    from rlmix.tasks.prepare.set import prepare_set
+
+    if source == "generated":
+        raise ConfigError(
+            "tasks prepare generated: generated repositories hold nothing but their base, so there "
+            "is nothing to prepare; `rlmix tasks check generated` runs their gates"
+        )
+    if path is None or images is None or out is None:
+        given = {"--path": path, "--images": images, "--out": out}
+        missing = [name for name, value in given.items() if value is None]
+        raise ConfigError(
+            f"tasks prepare {source}: {' and '.join(missing)} missing; give the set's data with "
+            "--path, unpacked images with --images, and a folder for the result with --out"
+        )
+    with _progress("preparing") as step:
+        done = prepare_set(source, path, images, out, revision=revision, limit=limit, on_task=step)
+    return Answer(
+        document={
+            "total": done.num_rows,
+            "ok": len(done.done),
+            "excluded": [{"id": e.task_id, "reason": e.reason} for e in done.excluded],
+            "out": str(out),
+        },
+        view=lambda: _prepared_view(done, source, out),
+        code=ExitCode.GOOD if done.done else ExitCode.CHECK_FAILED,
+    )
+
+
+@app.command("check")
+@answered
+def check(
+    source: Source,
+    path: Annotated[
+        Path | None, typer.Option("--path", help="Prepared set; generated needs none.")
+    ] = None,
+    limit: Limit = None,
+    runs: Annotated[int, typer.Option("--runs", min=1, help="Runs of each gate.")] = DEFAULT_RUNS,
+    seed: Annotated[int, typer.Option("--seed", help="Of generated tasks.")] = 0,
+    timeout_s: Annotated[
+        float | None, typer.Option("--timeout", min=0.1, help="Seconds of one verdict.")
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Tasks at a time.")] = 2,
+    as_json: AsJson = False,
+) -> Answer:
+    """Run the gates: the reference always earns 1, no change always 0. Writes what fails."""
+    cases = list(_cases(source, path, seed=seed, limit=limit))
+    limit_s = timeout_s or (10.0 if source == "generated" else 600.0)
+    with _progress("checking", total=len(cases)) as step:
+        results = asyncio.run(_check_all(cases, runs=runs, timeout_s=limit_s, jobs=jobs, step=step))
+    excluded = [result for result in results if not result.is_ok]
+    listed = _earlier(path) if path is not None else []
+    if path is not None:
+        _write_exclusions(path, results)
+    return Answer(
+        document={
+            "total": len(results) + len(listed),
+            "ok": len(results) - len(excluded),
+            "weak": sum(result.is_ok and result.is_weak for result in results),
+            "excluded": [
+                *listed,
+                *({"id": result.task_id, "reason": result.reason} for result in excluded),
+            ],
+            "runs": sum(result.num_runs for result in results),
+        },
+        view=lambda: _checked_view(results, listed, source),
+        code=ExitCode.GOOD if not excluded else ExitCode.CHECK_FAILED,
+    )
+
+
+def _cases(
+    source: str, path: Path | None, *, seed: int, limit: int | None
+) -> Iterator[tuple[Any, Any, bytes]]:
+    """(public, hidden, reference) of each task to check."""
+    from rlmix.tasks.prepared import PreparedSource
+    from rlmix.tasks.source import open_source
+    from rlmix.tasks.sources.read import PUBLIC_SETS
+
+    if source == "generated":
+        made = open_source("generated", split="train", seed=seed, limit=limit or 50)
+        for task_id in made.task_ids():
+            hidden = made.hidden(task_id)
+            yield made.public(task_id), hidden, hidden.reference_diff.encode()
+        return
+    if source not in PUBLIC_SETS:
+        allowed = ", ".join(sorted((*PUBLIC_SETS, "generated")))
+        raise ConfigError(f"tasks check {source}: unknown set; allowed: {allowed}")
+    if path is None:
+        raise ConfigError(
+            f"tasks check {source}: give the prepared set with --path DIR (made by `rlmix tasks "
+            f"prepare {source}`)"
+        )
+    left = limit
+    for split in ("train", "eval"):  # A failed task may have been mended, so all are tried.
+        found = PreparedSource(path, name=source, split=split, limit=left, with_failed=True)
+        for task_id in found.task_ids():
+            yield found.public(task_id), found.hidden(task_id), found.reference(task_id)
+        left = None if left is None else left - len(found.task_ids())
+        if left is not None and left <= 0:
+            return
+
+
+async def _check_all(
+    cases: list[tuple[Any, Any, bytes]], *, runs: int, timeout_s: float, jobs: int, step: Any
+) -> "list[GateResult]":
+    from rlmix.sandbox.backend import open_backend
+    from rlmix.sandbox.protocol import SandboxLimits
+    from rlmix.tasks.gates import check_task
+
+    limits = SandboxLimits(
+        memory_mib=MEMORY_MIB,
+        pids=PIDS,
+        disk_mib=DISK_MIB,
+        output_chars=4000,
+        command_timeout_s=timeout_s,
+    )
+    room = asyncio.Semaphore(jobs)
+    with tempfile.TemporaryDirectory(prefix="rlmix-check-") as scratch:
+        backend = await open_backend("auto", limits, Path(scratch), f"check{os.getpid()}")
+
+        async def one(case: tuple[Any, Any, bytes]) -> "GateResult":
+            public, hidden, reference = case
+            async with room:
+                step(public.task_id)
+                return await check_task(
+                    public, hidden, reference, backend, runs=runs, timeout_s=timeout_s
+                )
+
+        try:
+            return list(await asyncio.gather(*map(one, cases)))
+        finally:
+            await backend.close()
+
+
+def _earlier(path: Path) -> list[dict[str, str]]:
+    """What preparation excluded."""
+    import json
+
+    file = path / "excluded.jsonl"
+    lines = file.read_text().splitlines() if file.is_file() else []
+    rows = [json.loads(line) for line in lines if line]
+    return [{"id": row["task_id"], "reason": row["reason"]} for row in rows]
+
+
+def _write_exclusions(path: Path, results: "list[GateResult]") -> None:
+    """`gates.jsonl` beside the set: every task that was checked, with what was found."""
+    import json
+
+    part = path / "gates.jsonl.part"
+    part.write_text("".join(json.dumps(asdict(result)) + "\n" for result in results))
+    part.replace(path / "gates.jsonl")
+
+
+class _progress:
+    """A bar on stderr while tasks are worked on, with the name of the last one begun."""
+
+    def __init__(self, verb: str, total: int | None = None) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._bar = Progress(console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task(verb, total=total)
+        self._verb = verb
+
+    def __enter__(self) -> Any:
+        self._bar.start()
+        return self._step
+
+    def _step(self, task_id: str) -> None:
+        self._bar.update(self._task, advance=1, description=f"{self._verb} {task_id}")
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+def _table(title: str, rows: list[tuple[str, str]], total: int) -> "RenderableType":
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    head = Text(title)
+    if not rows:
+        return head
+    table = Table("task", "why it is not used")
+    for task_id, reason in rows[:MAX_SHOWN]:
+        table.add_row(task_id, reason)
+    if total > MAX_SHOWN:
+        table.add_row("...", f"{total - MAX_SHOWN} more, see --json")
+    return Group(head, table)
+
+
+def _prepared_view(done: "PreparedSet", source: str, out: Path) -> "RenderableType":
+    title = (
+        f"{source}: {len(done.done)} of {done.num_rows} tasks prepared in {out}. Next: "
+        f"rlmix tasks check {source} --path {out}"
+    )
+    rows = [(one.task_id, one.reason) for one in done.excluded]
+    return _table(title, rows, len(rows))
+
+
+def _checked_view(
+    results: "list[GateResult]", listed: list[dict[str, str]], source: str
+) -> "RenderableType":
+    good = [result for result in results if result.is_ok]
+    weak = sum(result.is_weak for result in good)
+    title = f"{source}: {len(good)} of {len(results)} tasks pass their gates ({weak} weakly)"
+    rows = [(one["id"], one["reason"]) for one in listed]
+    rows += [(result.task_id, result.reason) for result in results if not result.is_ok]
+    return _table(title, rows, len(rows))

@@ -1,0 +1,105 @@
+"""Gates that a task passes before it is trained on: its reference always solves it, nothing never
+does, and both say the same every time.
+
+Invariant: a task is accepted only on runs that were made; a fault of the sandbox is reported as
+one and never taken for a flaky test.
+"""
+
+import time
+from dataclasses import dataclass
+
+from rlmix.core.errors import RlmixError
+from rlmix.core.task import HiddenTask, PublicTask
+from rlmix.core.trajectory import Outcome
+from rlmix.sandbox.protocol import SandboxBackend
+from rlmix.tasks.rule import Verdict
+from rlmix.tasks.verdict import judge
+
+SLOW_SHARE = 0.5
+"""Of the verdict's limit: a reference slower than this would time out on a busier machine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GateResult:
+    """What the gates say about one task."""
+
+    task_id: str
+    reason: str
+    """Empty: it passed all gates."""
+    num_runs: int
+    longest_s: float
+    is_weak: bool = False
+    """The verdict rests on an exit code, or no reference shows that the task can be solved."""
+
+    @property
+    def is_ok(self) -> bool:
+        return not self.reason
+
+
+async def check_task(
+    public: PublicTask,
+    hidden: HiddenTask,
+    reference: bytes,
+    backend: SandboxBackend,
+    *,
+    runs: int,
+    timeout_s: float,
+) -> GateResult:
+    """Run the gates of one task.
+
+    Args:
+        reference: the fix as a diff; empty when the set has none.
+        runs: how often each gate is run, at least 1.
+        timeout_s: the limit of a verdict, as in training.
+    """
+    longest_s, count, weak = 0.0, 0, not reference
+
+    async def once(diff: bytes) -> Verdict:
+        nonlocal longest_s, count
+        started_s = time.monotonic()
+        verdict = await judge(public, hidden, diff, backend, timeout_s=timeout_s, runs_empty=True)
+        longest_s = max(longest_s, time.monotonic() - started_s)
+        count += 1
+        return verdict
+
+    def end(reason: str) -> GateResult:
+        return GateResult(
+            task_id=public.task_id,
+            reason=reason,
+            num_runs=count,
+            longest_s=longest_s,
+            is_weak=weak,
+        )
+
+    try:
+        for diff, wanted in ((reference, Outcome.PASS), (b"", Outcome.FAIL)):
+            if wanted is Outcome.PASS and not reference:
+                continue
+            verdicts = [await once(diff) for _ in range(runs)]
+            reason = _reason(verdicts, wanted)
+            if reason:
+                return end(reason)
+            weak = weak or any(verdict.is_weak for verdict in verdicts)
+            if longest_s > SLOW_SHARE * timeout_s:
+                return end(f"slow: {longest_s:.1f} s of the {timeout_s:g} s of a verdict")
+    except RlmixError as error:
+        return end(f"cannot be run: {error}")
+    return end("")
+
+
+def _reason(verdicts: list[Verdict], wanted: Outcome) -> str:
+    who = "reference" if wanted is Outcome.PASS else "no change"
+    void = [verdict for verdict in verdicts if verdict.outcome is Outcome.VOID]
+    if void:
+        return f"sandbox fault: {void[0].void_reason}"
+    wrong = [verdict for verdict in verdicts if verdict.outcome is not wanted]
+    if len(wrong) == len(verdicts):
+        said = "earns 0" if wanted is Outcome.PASS else "earns 1"
+        return f"{who} {said}: {wrong[0].detail}"
+    if wrong:
+        return f"flaky: {who} {len(wrong)} of {len(verdicts)} times wrong: {wrong[0].detail}"
+    details = {(verdict.detail, verdict.num_executed) for verdict in verdicts}
+    if len(details) > 1:
+        one, other = sorted(details)[:2]
+        return f"flaky: {who} once {one[0]!r} ({one[1]} tests), once {other[0]!r} ({other[1]})"
+    return ""

@@ -1,0 +1,147 @@
+"""Prepares every task of a set: finds its unpacked image, prepares it, keeps its reference fix."""
+
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlmix.core.errors import ConfigError, DataError
+from rlmix.tasks.prepare.git import git
+from rlmix.tasks.prepare.manifest import Excluded, Manifest
+from rlmix.tasks.prepare.task import prepare_task
+from rlmix.tasks.prepared import write_set
+from rlmix.tasks.record import BadRow, SourceTask
+from rlmix.tasks.sources.read import read_set
+
+REPOSITORIES = "repositories"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedSet:
+    """What became of a set."""
+
+    num_rows: int
+    done: tuple[Manifest, ...]
+    excluded: tuple[Excluded, ...]
+
+
+def prepare_set(
+    name: str,
+    path: Path,
+    images: Path,
+    out: Path,
+    *,
+    revision: str,
+    limit: int | None,
+    on_task: Callable[[str], None] = lambda _: None,
+) -> PreparedSet:
+    """Prepare the tasks of a set.
+
+    Args:
+        path: data of the set.
+        images: folder with one unpacked image per task, named as `image_folder` says.
+        out: folder of the prepared set; what is there already is kept.
+        on_task: called with the id of each task before it is worked on.
+
+    Raises:
+        ConfigError: `images` is no folder.
+        DataError: the data cannot be read.
+    """
+    if not images.is_dir():
+        raise ConfigError(
+            f"--images {images}: no such folder; allowed: a folder with one unpacked image per "
+            "task, e.g. from `docker export $(docker create IMAGE) | tar -x -C DIR/TASK_ID`"
+        )
+    found = read_set(name, path, revision=revision, limit=limit)
+    excluded = bad_rows(found.bad)
+    done: list[tuple[SourceTask, Manifest, Path, str]] = []
+    (out / REPOSITORIES).mkdir(parents=True, exist_ok=True)
+    for task in found.tasks:
+        task_id = task.public.task_id
+        on_task(task_id)
+        rootfs = image_folder(task, images)
+        folder = out / REPOSITORIES / slug(task_id)
+        if rootfs is None:
+            excluded.append(Excluded(task_id=task_id, reason=_no_image(task, images)))
+            continue
+        manifest = prepare_task(task, rootfs, folder)
+        if isinstance(manifest, Excluded):
+            excluded.append(manifest)
+            continue
+        try:
+            diff = reference_diff(task, folder, manifest.commit)
+        except DataError as error:
+            shutil.rmtree(folder)
+            reason = f"the reference fix does not apply to the base: {error}"
+            excluded.append(Excluded(task_id=task_id, reason=reason))
+            continue
+        done.append((task, manifest, folder, diff))
+    write_set(out, name=name, revision=revision, done=done, excluded=excluded)
+    return PreparedSet(
+        num_rows=found.num_rows,
+        done=tuple(manifest for _, manifest, _, _ in done),
+        excluded=tuple(excluded),
+    )
+
+
+def bad_rows(found: tuple[BadRow, ...]) -> list[Excluded]:
+    """One entry per row that could not be read, with all that is wrong with it."""
+    rows: dict[tuple[str, int], list[BadRow]] = {}
+    for bad in found:
+        rows.setdefault((bad.file, bad.row), []).append(bad)
+    return [
+        Excluded(
+            task_id=problems[0].task_id or f"{Path(file).name}:{row}",
+            reason=f"{file}, row {row}: "
+            + "; ".join(f"column {bad.column}: {bad.problem}" for bad in problems),
+        )
+        for (file, row), problems in rows.items()
+    ]
+
+
+def slug(text: str) -> str:
+    """A folder name for an id or an image."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "__", text).strip("._") or "task"
+
+
+def image_folder(task: SourceTask, images: Path) -> Path | None:
+    """The unpacked image of a task: a folder named after the task, or after the image."""
+    names = [slug(task.public.task_id)]
+    if task.public.image is not None:
+        names.append(slug(task.public.image.ref))
+    return next((images / name for name in names if (images / name).is_dir()), None)
+
+
+def _no_image(task: SourceTask, images: Path) -> str:
+    image = task.public.image
+    ref = image.ref if image is not None else "the set names none"
+    return f"no unpacked image {images}/{slug(task.public.task_id)} (image: {ref})"
+
+
+def reference_diff(task: SourceTask, folder: Path, commit: str) -> str:
+    """The reference fix against the prepared base, tried on it; empty when the set has none.
+
+    Raises:
+        DataError: it does not apply.
+    """
+    gold = task.gold
+    if gold is None or not gold.patch:
+        return ""
+    with tempfile.TemporaryDirectory(prefix="rlmix-reference-") as scratch:
+        env = {
+            "GIT_DIR": str(folder / "capture"),
+            "GIT_INDEX_FILE": f"{scratch}/index",
+            "GIT_OBJECT_DIRECTORY": scratch,
+            "GIT_ALTERNATE_OBJECT_DIRECTORIES": str(folder / "repo/.git/objects"),
+        }
+        git("read-tree", commit, cwd=folder, env=env)
+        options = ["--cached", "--whitespace=nowarn", *(["-R"] if gold.is_reversed else [])]
+        patch = gold.patch if gold.patch.endswith("\n") else gold.patch + "\n"
+        git("apply", *options, "-", cwd=folder, env=env, stdin=patch.encode())
+        diff = git(
+            "diff", "--cached", "--binary", "--full-index", "--no-renames", "--no-ext-diff",
+            "--no-textconv", "--no-color", commit, "--", cwd=folder, env=env,
+        )  # fmt: skip
+        return diff.decode("utf-8", "surrogateescape")

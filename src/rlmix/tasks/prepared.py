@@ -1,0 +1,193 @@
+"""A prepared set on disk, and a task source that trains on it.
+
+    OUT/tasks.jsonl     what may be seen of each task, with the folder of its repository
+    OUT/hidden.jsonl    what decides it
+    OUT/gold.jsonl      reference fixes, for gates and scripted agents
+    OUT/excluded.jsonl  tasks that are not used, each with its reason
+    OUT/gates.jsonl     what `rlmix tasks check` found; failed tasks are not used
+    OUT/set.json        name, revision, counts; written last
+    OUT/repositories/   one folder per task (`prepare/task.py`)
+
+Invariant: `public` reads `tasks.jsonl` only, so a rollout process never opens the other two.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlmix.core.errors import ConfigError, DataError
+from rlmix.core.task import HiddenTask, PreparedRepository, PublicTask
+from rlmix.tasks.evidence.runners import RUNNERS
+from rlmix.tasks.prepare.manifest import Excluded, Manifest
+from rlmix.tasks.record import SourceTask
+
+SCHEMA_VERSION = 1
+EVAL_FRAC = 0.1
+"""Share of a set's tasks that are held out for the closing evaluation, by hash of the id."""
+
+
+def write_set(
+    out: Path,
+    *,
+    name: str,
+    revision: str,
+    done: list[tuple[SourceTask, Manifest, Path, str]],
+    excluded: list[Excluded],
+) -> None:
+    """Write the files of a prepared set; the repositories are there already.
+
+    Args:
+        done: task, manifest, folder of the repository, reference fix as a diff ("" for none).
+    """
+    public = [
+        {**asdict(task.public), "folder": str(folder.relative_to(out)), "commit": manifest.commit}
+        for task, manifest, folder, _ in done
+    ]
+    hidden = [asdict(task.hidden) for task, _, _, _ in done]
+    gold = [{"task_id": task.public.task_id, "diff": diff} for task, _, _, diff in done if diff]
+    _write_lines(out / "tasks.jsonl", public)
+    _write_lines(out / "hidden.jsonl", hidden)
+    _write_lines(out / "gold.jsonl", gold)
+    _write_lines(out / "excluded.jsonl", [asdict(one) for one in excluded])
+    facts = {
+        "schema_version": SCHEMA_VERSION,
+        "source": name,
+        "revision": revision,
+        "tasks": len(done),
+        "excluded": len(excluded),
+    }
+    _write(out / "set.json", json.dumps(facts, indent=1) + "\n")
+
+
+def _write_lines(path: Path, records: list[dict[str, Any]]) -> None:
+    _write(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    part.replace(path)
+
+
+class PreparedSource:
+    """Tasks of a prepared set."""
+
+    def __init__(
+        self, folder: Path, *, name: str, split: str, limit: int | None, with_failed: bool = False
+    ) -> None:
+        """Open a set.
+
+        Raises:
+            ConfigError: the folder holds no prepared set, or another one than `name`.
+        """
+        self._folder = folder
+        facts = _facts(folder, name)
+        self.revision: str = facts["revision"]
+        records = _read(folder / "tasks.jsonl")
+        failed = frozenset() if with_failed else failed_gates(folder)
+        chosen = [
+            record
+            for record in records
+            if is_held_out(record["task_id"]) == (split == "eval")
+            and record["task_id"] not in failed
+        ]
+        self._public = {record["task_id"]: record for record in chosen[:limit]}
+        self._hidden: dict[str, dict[str, Any]] | None = None
+
+    def task_ids(self) -> tuple[str, ...]:
+        return tuple(self._public)
+
+    def public(self, task_id: str) -> PublicTask:
+        record = self._find(task_id)
+        return PublicTask(
+            task_id=task_id,
+            split="eval" if is_held_out(task_id) else "train",
+            issue=record["prompt"],
+            prepared=PreparedRepository(
+                folder=str((self._folder / record["folder"]).resolve()), commit=record["commit"]
+            ),
+            tags={"source": record["source"], "language": record["language"]},
+        )
+
+    def hidden(self, task_id: str) -> HiddenTask:
+        self._find(task_id)
+        if self._hidden is None:
+            records = _read(self._folder / "hidden.jsonl")
+            self._hidden = {record["task_id"]: record for record in records}
+        return hidden_task(self._hidden[task_id])
+
+    def reference(self, task_id: str) -> bytes:
+        """The reference fix, for gates; empty when the set has none."""
+        for record in _read(self._folder / "gold.jsonl"):
+            if record["task_id"] == task_id:
+                return record["diff"].encode()
+        return b""
+
+    def _find(self, task_id: str) -> dict[str, Any]:
+        if task_id not in self._public:
+            raise DataError(f"tasks: {task_id!r} is not in {self._folder}/tasks.jsonl")
+        return self._public[task_id]
+
+
+def failed_gates(folder: Path) -> frozenset[str]:
+    """Tasks that a check found unfit; empty before the first one."""
+    if not (folder / "gates.jsonl").is_file():
+        return frozenset()
+    return frozenset(row["task_id"] for row in _read(folder / "gates.jsonl") if row["reason"])
+
+
+def hidden_task(record: dict[str, Any]) -> HiddenTask:
+    """The hidden half in the form that verdicts take."""
+    if record["runner"] and record["runner"] not in RUNNERS:
+        raise DataError(
+            f"task {record['task_id']}: tests of the kind {record['runner']!r} are run by "
+            "`rlmix eval`, not in training"
+        )
+    return HiddenTask(
+        task_id=record["task_id"],
+        tests=record["files"],
+        required_tests=tuple(record["fail_to_pass"]),
+        skippable_tests=tuple(record["pass_to_pass"]),
+        reference_diff="",
+        test_command=record["test_command"],
+        runner=record["runner"],
+        hidden_patch=record["hidden_patch"].encode(),
+        name_style=record["name_style"],
+        test_env=record["env"],
+    )
+
+
+def is_held_out(task_id: str) -> bool:
+    """Whether a task belongs to the part that is never trained on."""
+    from hashlib import blake2b
+
+    place = int.from_bytes(blake2b(task_id.encode(), digest_size=8).digest()) / 2**64
+    return place < EVAL_FRAC
+
+
+def _facts(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        facts = json.loads((folder / "set.json").read_text())
+    except (OSError, ValueError):
+        raise ConfigError(
+            f"tasks.path={folder}: no prepared set there; make one with `rlmix tasks prepare "
+            f"{name} --path DATA --images DIR --out {folder}`"
+        ) from None
+    if facts.get("schema_version") != SCHEMA_VERSION:
+        raise ConfigError(
+            f"tasks.path={folder}: its form is {facts.get('schema_version')}, this version reads "
+            f"{SCHEMA_VERSION}; prepare it again"
+        )
+    if facts["source"] != name:
+        raise ConfigError(
+            f"tasks.path={folder} holds {facts['source']}, and tasks.source={name}; set one of them"
+        )
+    return facts
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines() if line]
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {error}; prepare the set again") from None
