@@ -19,6 +19,7 @@ class StopReason(StrEnum):
     SANDBOX_LOST = "sandbox_lost"
     ENGINE_LOST = "engine_lost"
     CANCELLED = "cancelled"
+    SANDBOX_ENDED = "sandbox_ended"
     TIME_LIMIT = "time_limit"
     TURN_LIMIT = "turn_limit"
     TOKEN_LIMIT = "token_limit"

@@ -26,9 +26,10 @@ stop() {
   group) kill -9 -- "-$child" ;;
   tree)
     # Orphans come here, so killing the children until none is left ends everything below.
-    local _ children
-    for ((_ = 0; _ < 2000; _ += 1)); do
-      read -r children <"/proc/$$/task/$$/children" || break
+    local tries children
+    for ((tries = 0; tries < 2000; tries += 1)); do
+      read -r children <"/proc/$$/task/$$/children" # No line end, so `read` says it failed.
+      [[ $children ]] || break
       kill -9 $children
     done
     ;;

@@ -58,7 +58,7 @@ class CommandResult:
     submitted: bool = False
     """`submit` ran inside, was the command's last word, and the exit code is 0."""
     sandbox_lost: bool = False
-    """The command ended its own sandbox; edits are gone, a new one must be created."""
+    """The command ended its own sandbox and its edits with it; no further command can run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

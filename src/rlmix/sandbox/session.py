@@ -45,7 +45,7 @@ CREATE_TIMEOUT_S = 30.0
 CAPTURE_TIMEOUT_S = 60.0
 DESTROY_TIMEOUT_S = 5.0
 _READ_BYTES = 1 << 16
-_LOST = "the command ended its sandbox; a new one starts from the original files"
+_LOST = "the command ended its sandbox, and the edits in it are gone"
 
 
 @dataclass(kw_only=True, slots=True)

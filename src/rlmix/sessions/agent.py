@@ -162,6 +162,9 @@ class _Session:
         if result.sandbox_lost:
             # Its edits are gone, and nothing that it says now could be done.
             raise _Ended(StopReason.SANDBOX_ENDED)
+        if result.sandbox_lost:
+            # Its edits are gone, and nothing that it says now could be done.
+            raise _Ended(StopReason.SANDBOX_ENDED)
         self._observe(answer, result)
 
     def _observe(self, answer: Generation, result: CommandResult) -> None:

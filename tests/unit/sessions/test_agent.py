@@ -336,11 +336,11 @@ def kill_with(lab: Lab, find: Callable[[int], int]) -> Trajectory:
     return lab.runner.run(asyncio.wait_for(scenario(), 60))
 
 
-def test_an_agent_that_ends_its_sandbox_loses_its_edits_and_gets_no_void(lab: Lab) -> None:
+def test_an_agent_that_ends_its_sandbox_ends_its_session_and_gets_no_void(lab: Lab) -> None:
     done = kill_with(lab, lambda pid: pid)
-    assert end_of(done) == (StopReason.SUBMITTED, Outcome.FAIL, 0.0)
-    assert done.turns[1].exit_code == 137
-    assert done.verdict_detail == "empty_diff"
+    assert end_of(done) == (StopReason.SANDBOX_ENDED, Outcome.FAIL, 0.0)
+    assert [turn.exit_code for turn in done.turns] == [0, 137]
+    assert done.verdict_detail == "not submitted"
 
 
 def test_a_sandbox_killed_from_outside_is_void(lab: Lab) -> None:
