@@ -83,16 +83,16 @@ def test_quantised_activations_and_an_fp8_cache_each_add_to_the_distance(score, 
     assert fp8_cache > 3 * bf16_cache
 
 
-def first_layer(score, accelerator, moe="triton", activations="fp8"):
+def first_layer(score, accelerator, moe="triton", weights="fp8", activations="fp8"):
     profile = Profile(
         accelerator=accelerator,
-        weights="fp8",
+        weights=weights,
         activations=activations,
         kv="bf16",
         attention="triton",
         moe=moe,
     )
-    folder = score.folders["fp8"]
+    folder = score.folders[weights]
     shape = read_shape(read_config(folder))
     return load_weights(folder, shape=shape, profile=profile).layers[0], profile
 
@@ -125,6 +125,22 @@ def test_fp8_weights_beside_bf16_inputs_are_rounded_as_marlin_rounds_them(score)
     exact, _ = first_layer(score, "a100")
     shift = (layer.out - exact.out).abs() / exact.out.abs().clamp(min=1e-12)
     assert 2**-10 < shift.max() < 2**-7
+
+
+def test_nvfp4_beside_bf16_inputs_has_its_tensor_scale_in_bf16_where_marlin_runs(score):
+    raw = load_file(score.folders["nvfp4"] / "model.safetensors")
+    scale = raw["model.layers.0.self_attn.o_proj.weight_scale_2"]
+    ratio = (scale.bfloat16().double() / scale.double()).item()
+    assert 0 < abs(ratio - 1) <= 2**-8
+    exact, cutedsl = first_layer(score, "b200", weights="nvfp4", activations="bf16")
+    for accelerator in ("h100", "a100", "rtx_pro_6000"):
+        layer, profile = first_layer(score, accelerator, weights="nvfp4", activations="bf16")
+        assert profile.is_marlin
+        found = layer.out[:, profile.channel_order(128).argsort()]
+        before = exact.out[:, cutedsl.channel_order(128).argsort()]
+        torch.testing.assert_close(found, before * ratio, rtol=3e-7, atol=0)
+    _, in_fp4 = first_layer(score, "rtx_pro_6000", weights="nvfp4", activations="nvfp4")
+    assert not in_fp4.is_marlin
 
 
 @pytest.mark.parametrize("accelerator", sorted(KERNELS))

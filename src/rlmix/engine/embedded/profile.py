@@ -46,15 +46,20 @@ class Kernels:
     decode_tile: int
     fp8_scales: str = "fp32"
     """`ue8m0`: DeepGEMM, which multiplies dense FP8 layers, takes powers of two only."""
+    marlin: tuple[str, ...] = ()
+    """Weight formats that meet BF16 inputs (W8A16, W4A16) through Marlin, which holds their float32
+    scales in BF16."""
 
 
 KERNELS = {
     "b300": Kernels(blocks=4, channels=8, prefill_tile=128, decode_tile=64, fp8_scales="ue8m0"),
     "b200": Kernels(blocks=2, channels=8, prefill_tile=128, decode_tile=128, fp8_scales="ue8m0"),
-    "h200": Kernels(blocks=4, channels=4, prefill_tile=128, decode_tile=96),
-    "h100": Kernels(blocks=2, channels=4, prefill_tile=128, decode_tile=96),
-    "a100": Kernels(blocks=1, channels=2, prefill_tile=64, decode_tile=64),
-    "rtx_pro_6000": Kernels(blocks=4, channels=2, prefill_tile=64, decode_tile=32),
+    "h200": Kernels(blocks=4, channels=4, prefill_tile=128, decode_tile=96, marlin=("nvfp4",)),
+    "h100": Kernels(blocks=2, channels=4, prefill_tile=128, decode_tile=96, marlin=("nvfp4",)),
+    "a100": Kernels(blocks=1, channels=2, prefill_tile=64, decode_tile=64, marlin=("fp8", "nvfp4")),
+    "rtx_pro_6000": Kernels(
+        blocks=4, channels=2, prefill_tile=64, decode_tile=32, marlin=("nvfp4",)
+    ),
     "cpu": Kernels(blocks=1, channels=1, prefill_tile=128, decode_tile=128),
 }
 """Accelerator -> kernels. H100 and H200 have the same number of the same multiprocessors and take
@@ -130,9 +135,9 @@ class Profile:
         return self.kernels.fp8_scales if self.moe == "deep_gemm" else "fp32"
 
     @property
-    def is_weight_only_fp8(self) -> bool:
-        """FP8 weights that meet BF16 inputs (W8A16), which SGLang multiplies through Marlin."""
-        return (self.weights, self.activations, self.fp8_scales) == ("fp8", "bf16", "fp32")
+    def is_marlin(self) -> bool:
+        """Whether Marlin multiplies the quantised weights."""
+        return self.activations == "bf16" and self.weights in self.kernels.marlin
 
     @property
     def rounds_to_bf16(self) -> bool:

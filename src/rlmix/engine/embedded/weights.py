@@ -165,29 +165,32 @@ def replace_tensors(
 def _build(
     raw: dict[str, Tensor], *, spec: ViewSpec, shape: ModelShape, profile: Profile
 ) -> ModelWeights:
-    stored = _with_bf16_scales(raw) if profile.is_weight_only_fp8 else raw
+    stored = _with_bf16_scales(raw) if profile.is_marlin else raw
     state = dict(views.split_experts(views.decode_view(stored, spec)))
     if profile.is_exact:
         tensors = exact_tensors(state, shape=shape, profile=profile)
         return ExactWeights(tensors=tensors, **_facts(raw, spec))
     if spec.convention == "blocks":
         _requantise(state, spec, profile)
-        if profile.is_weight_only_fp8:
+        if profile.is_marlin:  # It multiplies a block's scale with its weights, in BF16.
             for name in filter(spec.quantises, list(state)):
                 state[name] = state[name].bfloat16().float()
     return _assemble(state, raw, spec=spec, shape=shape, profile=profile)
 
 
 def _with_bf16_scales(raw: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As Marlin holds FP8 weights: it rounds scales to BF16 when it loads them. Those of blocks it
-    multiplies with the weights, in BF16; those of channels with the float32 sums.
+    """As Marlin holds quantised weights: it rounds the float32 scale of an NVFP4 tensor and those
+    of FP8 blocks and channels to BF16 when it loads them.
 
-    Source: SGLang's `marlin_utils_fp8.prepare_fp8_layer_for_marlin`.
+    Source: SGLang 0.5.23, `marlin_utils_fp4` and `marlin_utils_fp8`.
     """
-    return {
-        name: tensor.bfloat16().float() if name.endswith(("_scale", "_scale_inv")) else tensor
-        for name, tensor in raw.items()
-    }
+    stored = dict(raw)
+    for name, tensor in raw.items():
+        if name.endswith("_global_scale"):  # The inverse of what Marlin multiplies by.
+            stored[name] = 1 / (1 / tensor).bfloat16().float()
+        elif name.endswith(("_scale", "_scale_2", "_scale_inv")) and tensor.dtype == torch.float32:
+            stored[name] = tensor.bfloat16().float()
+    return stored
 
 
 def _requantise(state: dict[str, Tensor], spec: ViewSpec, profile: Profile) -> None:
