@@ -170,6 +170,7 @@ class Fleet:
         path = self.folder / "fleet.json"
         path.write_text(json.dumps(write_specs(self.specs)))
         ready = self.folder / "fleet.ready"
+        ready.unlink(missing_ok=True)
         argv = [sys.executable, "-m", "rlmix.engine.timed", "--fleet", str(path),
                 "--ready-file", str(ready), "--parent-pid", str(os.getpid())]  # fmt: skip
         self._process = start_process(argv, self.folder / "fleet.log")

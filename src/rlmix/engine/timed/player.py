@@ -63,6 +63,10 @@ class Turn:
     cached_tokens: int
     output_tokens: int
     replica: str
+    versions: tuple[int, ...]
+    """Weight versions that sampled it, oldest first."""
+    min_version: int | None
+    """What was asked for when it was first sent."""
 
 
 @dataclass(slots=True)
@@ -153,12 +157,13 @@ class Player:
     async def _turn(self, session_id: str, index: int, text: bytes, tokens: int) -> bytes | None:
         """Ask until there is an answer; its ids as text, None when given up."""
         body = request_body(text, tokens)
+        min_version = self.min_version
         started_s = time.monotonic()
         tries = refused = 0
         while tries < MAX_TRIES and refused < MAX_REFUSALS:
             status, content = await self._post(session_id, body)
             if status == 200:
-                return self._read(session_id, index, content, started_s)
+                return self._read(session_id, index, content, started_s, min_version)
             if status in REFUSALS:
                 refused += 1
                 self.played.refusals[status] = self.played.refusals.get(status, 0) + 1
@@ -193,7 +198,14 @@ class Player:
             self.in_flight -= 1
         return 0, b""
 
-    def _read(self, session_id: str, index: int, content: bytes, started_s: float) -> bytes:
+    def _read(
+        self,
+        session_id: str,
+        index: int,
+        content: bytes,
+        started_s: float,
+        min_version: int | None,
+    ) -> bytes:
         latency_s = time.monotonic() - started_s
         document = orjson.loads(content)
         meta = document["meta_info"]
@@ -207,6 +219,8 @@ class Player:
                 cached_tokens=meta["cached_tokens"],
                 output_tokens=meta["completion_tokens"],
                 replica=meta["replica"],
+                versions=tuple(int(span["version"]) for span in meta["weight_versions"]),
+                min_version=min_version,
             )
         )
         return orjson.dumps(document["output_ids"])[1:-1]
