@@ -179,18 +179,19 @@ class ContainerBackend(LaunchedBackend):
 
     async def _ask_login_path(self) -> str:
         """PATH as the image's own profile sets it; images lose their ENV when they are copied."""
-        argv = self._command_line(f"rlmix_{secrets.token_hex(6)}", "/", ["-lc", _LOGIN_PATH])
+        # Nothing of ours is there yet, so the empty folder stands for the template as well.
+        static = str(self._folder / "static")
+        argv = self._command_line(f"rlmix_{secrets.token_hex(6)}", static, ["-lc", _LOGIN_PATH])
         try:
             done = await asyncio.to_thread(
                 subprocess.run, argv, stdin=subprocess.DEVNULL, capture_output=True, text=True,
                 timeout=ENGINE_TIMEOUT_S, check=True,
             )  # fmt: skip
         except (OSError, subprocess.SubprocessError) as error:
-            said = str(getattr(error, "stderr", "") or "").strip()
+            said = str(getattr(error, "stderr", "") or error).strip().splitlines() or ["no reason"]
             raise SandboxError(
-                f"sandbox.backend={self.name}: cannot start image {self._image}: {error}: {said}. "
-                f"Is the engine running, and is the image there (`{self.name} pull "
-                f"{self._image}`)?"
+                f"sandbox.backend={self.name}: cannot start image {self._image}: {said[0]} Start "
+                f"the engine, and get the image with `{self.name} pull {self._image}`"
             ) from None
         # A profile may print greetings; the path is the last line.
         return (done.stdout.strip().splitlines() or [DEFAULT_PATH])[-1]

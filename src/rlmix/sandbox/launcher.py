@@ -237,6 +237,7 @@ class Launcher:
         self.leases: dict[int, float] = {}
         """Process id -> when it must be gone, on the monotonic clock."""
         self.supervisors: set[int] = set()
+        self.expired: set[int] = set()
 
     def serve(self) -> None:
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -260,6 +261,7 @@ class Launcher:
         for pid, until_s in list(self.leases.items()):
             if until_s <= now_s:
                 del self.leases[pid]
+                self.expired.add(pid)
                 self.kill(pid)
         if not self.leases:
             return None
@@ -320,8 +322,13 @@ class Launcher:
             number = self.ids.pop(pid, None)
             self.leases.pop(pid, None)
             self.supervisors.discard(pid)
+            code = os.waitstatus_to_exitcode(status)
+            if pid in self.expired:
+                # Whatever its supervisor made of it, the agent did not end this one.
+                self.expired.discard(pid)
+                code = -signal.SIGKILL
             if number is not None:
-                self.send({"id": number, "status": os.waitstatus_to_exitcode(status)})
+                self.send({"id": number, "status": code})
 
     def send(self, message: dict) -> None:
         try:

@@ -309,7 +309,9 @@ class ShellSandbox:
         if status is None:
             raise SandboxError("sandbox: its launcher process ended")
         if status < 0 and not self._killed_by_us:
-            raise SandboxError(f"sandbox: killed from outside by signal {-status}")
+            lease_s = self._limits.lease_s
+            or_lease = "" if lease_s is None else f", or its lease of {lease_s:g} s ended"
+            raise SandboxError(f"sandbox: killed from outside by signal {-status}{or_lease}")
         if self._num_commands == 0:
             raise SandboxError(f"sandbox: ended (status {status}) before it was used")
 
