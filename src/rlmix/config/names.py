@@ -25,9 +25,9 @@ BASELINES = ("mean", "leave_one_out")
 SCALES = ("none", "std")
 OPTIMIZERS = ("adamw", "sgd")
 ENGINES = ("embedded", "sglang", "sglang_external")
-TASK_SOURCES = ("generated",)
-PLANNED_SOURCES = ("mimo",)
-"""Sources that a plan can be made for before their readers are there."""
+PREPARED_SOURCES = ("mimo", "nemotron", "r2e_gym", "swe_gym", "swe_rebench", "swe_smith")
+"""Public sets that are trained on from a folder that `rlmix tasks prepare` made."""
+TASK_SOURCES = ("generated", *PREPARED_SOURCES)
 PLANNED_BENCHMARKS = ("swe_bench_pro_v2",)
 """The same of benchmarks."""
 EVAL_SUBSETS = ("all", "hard", "all+hard")

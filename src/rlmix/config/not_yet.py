@@ -13,11 +13,13 @@ from rlmix.config.schema.train import TrainConfig
 
 def cannot_run_yet(config: TrainConfig) -> Iterator[Problem]:
     """Every choice of a sound configuration that only a plan can serve."""
-    if config.tasks.source in names.PLANNED_SOURCES:
+    if config.tasks.source in names.PREPARED_SOURCES and config.tasks.path is None:
+        source = config.tasks.source
         yield Problem(
-            where=f"tasks.source={config.tasks.source}",
-            what="these tasks arrive with the readers of public task sets; this version plans "
-            "them with --cfg plan and trains on generated",
+            where="tasks.path=null",
+            what=f"tasks.source={source} is trained on from a prepared folder; make one with "
+            f"`rlmix tasks prepare {source} --path DATA --images DIR --out FOLDER`, check it with "
+            f"`rlmix tasks check {source} --path FOLDER`, and set tasks.path=FOLDER",
         )
     if config.eval.data is not None:
         yield Problem(

@@ -88,7 +88,7 @@ RULES: dict[str, Rule] = {
     "run.dir": TEXT,
     "run.seed": at_least(0),
     "model.path": TEXT,
-    "tasks.source": one_of(names.TASK_SOURCES + names.PLANNED_SOURCES),
+    "tasks.source": one_of(names.TASK_SOURCES),
     "tasks.limit": or_null(at_least(1)),
     "tasks.seed": at_least(0),
     "sandbox.backend": one_of(names.SANDBOX_BACKENDS),

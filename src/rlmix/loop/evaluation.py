@@ -48,7 +48,11 @@ async def closing_evaluation(
 ) -> dict[str, Any]:
     """Evaluate version 0 and `trained_version`; returns the `eval` part of the summary."""
     task_ids = open_source(
-        config.tasks.source, split="eval", seed=config.tasks.seed, limit=config.loop.eval_tasks
+        config.tasks.source,
+        split="eval",
+        seed=config.tasks.seed,
+        limit=config.loop.eval_tasks,
+        path=config.tasks.path,
     ).task_ids()
     fleet = runtime.start_fleet(fleet_spec, held_version=lambda: trained_version)
     arms: list[EvalArm] = []

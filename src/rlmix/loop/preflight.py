@@ -5,14 +5,17 @@ Invariant: everything that is missing is told at once, each with what to do.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from rlmix.config.schema.train import TrainConfig
+from rlmix.core.errors import ConfigError, DataError
 from rlmix.engine.sglang.arguments import refused_arguments
 from rlmix.engine.sglang.environment import is_being_made, is_runnable, sglang_python
 from rlmix.loop.fleets import NO_EVALUATION, evaluating_pool
 from rlmix.plan.capabilities import SGLANG_VERSION
 from rlmix.plan.runplan import RunPlan
+from rlmix.tasks.source import open_source
 
 DEVICES = Path("/dev")
 ANSWERS = Path("~/.cache/rlmix/sglang-arguments")
@@ -44,9 +47,35 @@ def argument_faults(plan: RunPlan, config: TrainConfig, *, cache: Path = ANSWERS
     ]
 
 
+def task_faults(config: TrainConfig) -> Iterator[str]:
+    """What is wrong with the tasks: a folder that holds no prepared set, or too few tasks."""
+    tasks = config.tasks
+    for split, limit, needed in (
+        ("train", tasks.limit, 1),
+        ("eval", config.loop.eval_tasks, config.loop.eval_tasks),
+    ):
+        if not needed:
+            continue
+        try:
+            source = open_source(
+                tasks.source, split=split, seed=tasks.seed, limit=limit, path=tasks.path
+            )
+        except (ConfigError, DataError) as error:
+            yield str(error)
+            return
+        count = len(source.task_ids())
+        if count < needed and split == "train":
+            yield f"tasks.path={tasks.path}: no task of the set may be trained on; check it again"
+        elif count < needed:
+            yield (
+                f"loop.eval_tasks={needed}: {tasks.path} holds out {count} tasks; allowed: at most "
+                f"{count}"
+            )
+
+
 def start_faults(plan: RunPlan, config: TrainConfig, *, devices: Path = DEVICES) -> list[str]:
     """Why this plan cannot be started here, one line each."""
-    faults = []
+    faults = list(task_faults(config))
     started = {name: pool for name, pool in plan.pools.items() if pool.engine == "sglang"}
     python = Path(interpreter(config))
     if started and is_runnable(python) and is_being_made(python):

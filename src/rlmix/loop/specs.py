@@ -155,6 +155,7 @@ def _session(
         group_id=group_id,
         task_id=task_id,
         source=config.tasks.source,
+        source_path=config.tasks.path,
         split=split,
         source_seed=config.tasks.seed,
         seed=seed,

@@ -257,7 +257,9 @@ class _Training:
     def _stream(self, saved: dict[str, Any]) -> TaskStream:
         """The task order, and the progress that belongs to it, from the checkpoint's state."""
         tasks = self.config.tasks
-        source = open_source(tasks.source, split="train", seed=tasks.seed, limit=tasks.limit)
+        source = open_source(
+            tasks.source, split="train", seed=tasks.seed, limit=tasks.limit, path=tasks.path
+        )
         stream = TaskStream(source.task_ids(), seed=self.config.run.seed)
         if saved:
             self.progress = Progress.from_dict(saved["progress"])

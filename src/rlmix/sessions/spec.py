@@ -19,6 +19,8 @@ class SessionSpec:
     task_id: str
     source: str
     """Name of the task source."""
+    source_path: str | None = None
+    """Folder of a prepared set."""
     split: str
     source_seed: int
     seed: int

@@ -62,7 +62,7 @@ class TaskWorker:
         self._backend: SandboxBackend | None = None
         self._engine: Engine | None = None
         self._renderer: Renderer | None = None
-        self._sources: dict[tuple[str, str, int], TaskSource] = {}
+        self._sources: dict[tuple[str, str, int, str | None], TaskSource] = {}
         self._verdicts = asyncio.Semaphore(spec.num_verdicts)
         self._baselines: Baselines = {}
         self._running: set[asyncio.Task[object]] = set()
@@ -123,9 +123,11 @@ class TaskWorker:
             self._running.discard(task)
 
     def _source(self, spec: SessionSpec) -> TaskSource:
-        key = (spec.source, spec.split, spec.source_seed)
+        key = (spec.source, spec.split, spec.source_seed, spec.source_path)
         if key not in self._sources:
-            self._sources[key] = open_source(spec.source, split=spec.split, seed=spec.source_seed)
+            self._sources[key] = open_source(
+                spec.source, split=spec.split, seed=spec.source_seed, path=spec.source_path
+            )
         return self._sources[key]
 
     async def _judge(self, source: TaskSource, task_id: str, diff: bytes) -> Verdict:

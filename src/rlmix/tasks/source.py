@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Protocol
 
 from rlmix.core.errors import ConfigError, DataError
@@ -54,18 +55,44 @@ class GeneratedSource:
         return self._task(task_id).hidden
 
 
-def _open_generated(*, split: str, seed: int, limit: int | None) -> TaskSource:
+def _open_generated(
+    *, name: str, split: str, seed: int, limit: int | None, path: str | None
+) -> TaskSource:
+    if path is not None:
+        raise ConfigError(f"tasks.path={path}: generated tasks come from no folder; set it to null")
     return GeneratedSource(split=split, seed=seed, limit=limit)
 
 
-SOURCES: dict[str, Callable[..., TaskSource]] = {"generated": _open_generated}
+def _open_prepared(
+    *, name: str, split: str, seed: int, limit: int | None, path: str | None
+) -> TaskSource:
+    from rlmix.tasks.prepared import PreparedSource
+
+    if path is None:
+        raise ConfigError(
+            f"tasks.path=null: tasks.source={name} needs the folder that `rlmix tasks prepare` made"
+        )
+    return PreparedSource(Path(path), name=name, split=split, limit=limit)
 
 
-def open_source(name: str, *, split: str, seed: int, limit: int | None = None) -> TaskSource:
+PREPARED = ("mimo", "nemotron", "r2e_gym", "swe_gym", "swe_rebench", "swe_smith")
+"""Public sets to train on. Those that models are judged on are not among them."""
+SOURCES: dict[str, Callable[..., TaskSource]] = {
+    "generated": _open_generated,
+    **dict.fromkeys(PREPARED, _open_prepared),
+}
+
+
+def open_source(
+    name: str, *, split: str, seed: int, limit: int | None = None, path: str | None = None
+) -> TaskSource:
     """The source called `name`.
 
+    Args:
+        path: folder of a prepared set; None for generated tasks.
+
     Raises:
-        ConfigError: unknown name or split, or a limit below 1.
+        ConfigError: unknown name or split, a limit below 1, or a folder without such a set.
     """
     if name not in SOURCES:
         raise ConfigError(f"tasks.source={name!r}; allowed: {', '.join(sorted(SOURCES))}")
@@ -73,4 +100,4 @@ def open_source(name: str, *, split: str, seed: int, limit: int | None = None) -
         raise ConfigError(f"tasks: split={split!r}; allowed: {', '.join(SPLITS)}")
     if limit is not None and limit < 1:
         raise ConfigError(f"tasks.limit={limit}; allowed: 1 or more, or null for all")
-    return SOURCES[name](split=split, seed=seed, limit=limit)
+    return SOURCES[name](name=name, split=split, seed=seed, limit=limit, path=path)

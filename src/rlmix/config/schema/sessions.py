@@ -6,6 +6,8 @@ from dataclasses import dataclass
 @dataclass(kw_only=True, slots=True)
 class TasksConfig:
     source: str
+    path: str | None
+    """Prepared set of a public source; generated tasks have none."""
     limit: int | None
     """Training tasks to use; None takes all of the source."""
     seed: int
