@@ -208,3 +208,15 @@ def test_a_wrong_flag_is_refused_with_the_words_of_sglang_s_parser(start_run):
     assert "pools.sglang.engine_args: SGLang 0.5.23 refuses its arguments:" in run.stderr()
     assert "bucket-e2e-request-latency: invalid float value: 'abc'" in run.stderr()
     assert not run.path.exists()
+
+
+def test_what_only_the_server_refuses_ends_the_run_with_its_own_words(start_run):
+    run = start(start_run, "late", "pools.b200.replicas=0", "launch.max_restarts=0",
+                "+pools.sglang.engine_args.tokenizer-path=/no/such/tokenizer")  # fmt: skip
+    code, _ = run.finish(LIMIT_S)
+    assert code == 1
+    assert "pools: sglang-0 cannot be started" in run.stderr()
+    assert "sglang-0 ended with exit code 1 before it was ready" in run.stderr()
+    assert "/no/such/tokenizer" in run.stderr()
+    assert len(run.events("replica_starting")) == 1
+    run.assert_nothing_left()

@@ -60,9 +60,19 @@ def _look_at_software() -> Iterator[Finding]:
     )
     for package in ("torch", "transformers", "ray"):
         yield _installed(package, fix="run scripts/rlmix, which installs what is pinned")
-    yield _installed(
-        "sglang",
-        fix="nothing: pools are served by the embedded engine in this version",
+    yield _look_at_sglang()
+
+
+def _look_at_sglang() -> Finding:
+    """In the environment that real servers start in, which is not this one."""
+    from rlmix.loop.preflight import found_sglang
+
+    python, is_there = found_sglang()
+    return Finding(
+        name="sglang",
+        ok=is_there,
+        detail=str(python) if is_there else f"not at {python}; pools can be emulated only",
+        fix="run scripts/sglang-env (11 GB), or set sglang.python",
         is_needed=False,
     )
 

@@ -84,7 +84,8 @@ def _title(name: str, pool: PoolPlan) -> str:
 
 def _reference(pool: PoolPlan) -> tuple[str, str]:
     if pool.modelled is None:
-        return "no room", "-"
+        # On a CPU nothing is modelled; elsewhere the model does not fit.
+        return "no room" if pool.is_emulated or pool.budget else "-", "-"
     usd = pool.modelled.usd_per_mtok
     return f"{pool.modelled.tokens_per_s:,.0f}", "-" if usd is None else f"{usd:.3f}"
 

@@ -28,6 +28,12 @@ def interpreter(config: TrainConfig) -> str:
     return str(sglang_python(named, version=SGLANG_VERSION, environ=os.environ))
 
 
+def found_sglang() -> tuple[Path, bool]:
+    """The default place of SGLang on this machine, and whether it is there whole."""
+    python = sglang_python(None, version=SGLANG_VERSION, environ=os.environ)
+    return python, is_runnable(python) and not is_being_made(python)
+
+
 def argument_faults(plan: RunPlan, config: TrainConfig, *, cache: Path = ANSWERS) -> list[str]:
     """What SGLang itself says against further arguments, where it is installed; one line each.
     Arguments of rlmix's own profiles are not asked about: tests hold them against the parser."""

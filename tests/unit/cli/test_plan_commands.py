@@ -97,9 +97,23 @@ def test_wrong_keys_do_not_hide_what_sound_pools_cannot_do(rlmix: Run) -> None:
 def test_a_planned_run_is_not_started(rlmix: Run, tmp_path: Path) -> None:
     done = rlmix("train", "experiment=qwen36_b200")
     assert done.returncode == 2
-    assert "pools.b200.engine=sglang: real SGLang servers (b200) arrive" in done.stderr
     assert "tasks.source=mimo" in done.stderr
+    assert "trainer.device=b200" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_of_real_servers_without_sglang_is_refused_with_the_fix(
+    rlmix: Run, tmp_path: Path
+) -> None:
+    done = rlmix("train", "experiment=tiny_sglang", "sglang.python=/no/python")
+    assert done.returncode == 2
+    assert "no SGLang is installed at /no/python; run scripts/sglang-env" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+    planned = rlmix("train", "experiment=tiny_sglang", "sglang.python=/no/python", "--cfg", "plan")
+    assert planned.returncode == 0
+    row = next(line for line in planned.stdout.splitlines() if line.startswith(" sglang (cpu)"))
+    # Nothing is modelled where servers run on a CPU.
+    assert row.split()[2:] == ["bf16/bf16/bf16", "1", "8", "0.00", "-", "-"]
 
 
 def test_a_plan_reads_the_config_of_a_model_folder_and_nothing_else(
