@@ -28,8 +28,10 @@ SLOTS, CONTEXT = 3, 60
 IDS = np.random.default_rng(7).integers(0, VOCAB, CONTEXT)
 
 
-def new_plan(layout: Layout, *, is_moe: bool) -> tuple[RankPlan, ModelSpec]:
-    spec = new_spec(is_moe=is_moe, round_to=torch.bfloat16)
+def new_plan(
+    layout: Layout, *, is_moe: bool, round_to: torch.dtype | None = torch.bfloat16
+) -> tuple[RankPlan, ModelSpec]:
+    spec = new_spec(is_moe=is_moe, round_to=round_to)
     shape = ModelShape(
         vocab_size=VOCAB,
         hidden=HIDDEN,
@@ -64,8 +66,10 @@ def new_tensors(spec: ModelSpec, *, seed: int) -> ModelTensors:
 
 
 @contextlib.contextmanager
-def started(layout: Layout, *, is_moe: bool) -> Iterator[RankedModel]:
-    plan, spec = new_plan(layout, is_moe=is_moe)
+def started(
+    layout: Layout, *, is_moe: bool, round_to: torch.dtype | None = torch.bfloat16
+) -> Iterator[RankedModel]:
+    plan, spec = new_plan(layout, is_moe=is_moe, round_to=round_to)
     model = RankedModel.start(plan, new_tensors(spec, seed=0))
     try:
         yield model
@@ -97,7 +101,8 @@ def session(model: RankedModel) -> list[Tensor]:
     cleared, other weights."""
     cache = model.cache
     found = [model.hidden(rows_of([], (0, 0, 20))), model.hidden(rows_of([20], (1, 0, 9)))]
-    kept = cache.read(0, 0, 18, dtype=torch.bfloat16)
+    dtype = model.plan.spec.round_to or torch.float32
+    kept = cache.read(0, 0, 18, dtype=dtype)
     found.append(kept)
     cache.write(2, 0, kept[:, :, :, :17])
     found.append(model.hidden(rows_of([21, 9], (2, 17, 33))))
@@ -111,19 +116,19 @@ def session(model: RankedModel) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "is_moe"),
+    ("layout", "is_moe", "round_to"),
     [
-        (Layout(tensor=2, experts=2), True),
-        (Layout(tensor=1, experts=2), True),
-        pytest.param(Layout(tensor=4, experts=1), False, marks=pytest.mark.slow),
+        (Layout(tensor=2, experts=2), True, torch.bfloat16),
+        (Layout(tensor=1, experts=2), True, None),
+        pytest.param(Layout(tensor=4, experts=1), False, None, marks=pytest.mark.slow),
     ],
 )
 def test_a_whole_session_over_ranks_has_the_bits_of_one_process(
-    layout: Layout, is_moe: bool
+    layout: Layout, is_moe: bool, round_to: torch.dtype | None
 ) -> None:
-    with started(Layout(tensor=1, experts=1), is_moe=is_moe) as alone:
+    with started(Layout(tensor=1, experts=1), is_moe=is_moe, round_to=round_to) as alone:
         expected = session(alone)
-    with started(layout, is_moe=is_moe) as model:
+    with started(layout, is_moe=is_moe, round_to=round_to) as model:
         assert model.cache.num_bytes > 0
         found = session(model)
         workers = [worker.process for worker in model._workers]

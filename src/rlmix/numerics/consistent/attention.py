@@ -160,10 +160,9 @@ def _masked_scores(
     """[Z, R, width] of the scaled queries of a block."""
     scores = torch.bmm(queries_ZRD, keys_ZLD[:, tile.first : tile.last].transpose(1, 2))
     if tile.mask is not None:
-        mask = tile.mask if len(tile.mask) == 1 else tile.mask[batch]
+        mask = tile.mask if tile.mask.shape[0] == 1 else tile.mask[batch]
         positions = scores.shape[1] // groups
-        sequences = len(mask) if len(mask) > 1 else 1
-        seen = scores.view(sequences, -1, positions, groups, scores.shape[-1])
+        seen = scores.view(mask.shape[0], -1, positions, groups, scores.shape[-1])
         seen[..., tile.masked_from :].add_(mask)
     return scores
 

@@ -78,6 +78,11 @@ class _Round(torch.autograd.Function):
         return grads[0], None
 
 
+def held_in(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """`values.to(dtype)`, without the call that would do nothing."""
+    return values if values.dtype == dtype else values.to(dtype)
+
+
 def rounded(values: Tensor, round_to: torch.dtype | None) -> Tensor:
     """`values` rounded to `round_to` and held in their own dtype; None keeps them.
 

@@ -14,12 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlmix.numerics.consistent.contract import min_rows, rounded
+from rlmix.numerics.consistent.contract import held_in, min_rows, rounded
 from rlmix.numerics.consistent.pointwise import swiglu
 
 BATCHED_ROWS = 64
-"""Rows of the fullest expert up to which all experts are multiplied at once, the others filled up;
-with more rows one product an expert costs less than the filling."""
+"""Rows of the fullest expert up to which all experts may be multiplied at once, the others filled
+up."""
+
+CALL_FLOPS = 4_000_000
+"""What a core computes in the 50 us that calls for one expert alone cost; filling up is worth so
+many operations for each expert that is spared them."""
 
 SORTED_EXPERTS = 16
 """Up to so many a sort is faster; for 128 the packed top-k is more than ten times faster."""
@@ -54,10 +58,10 @@ def expert_shares(logits_TE: Tensor, ids_TK: Tensor, *, renormalise: bool) -> Te
     chosen_TK = logits_TE.gather(1, ids_TK)
     if renormalise:
         weights_TK = (chosen_TK - chosen_TK.detach().amax(-1, keepdim=True)).exp()
-        total = weights_TK[:, :1]
-        for rank in range(1, ids_TK.shape[1]):
-            total = total + weights_TK[:, rank : rank + 1]
-        return weights_TK / total
+        total, *others = weights_TK.unbind(1)
+        for other in others:
+            total = total + other
+        return weights_TK / total[:, None]
     top = logits_TE.detach().amax(-1, keepdim=True)
     return (chosen_TK - top).exp() / (logits_TE - top).exp().sum(-1, keepdim=True)
 
@@ -116,13 +120,15 @@ def expert_mlps(
         round_to: of gate and up, and of their product; as in `linear`.
     """
     ids_P = ids_TK.reshape(-1).numpy() - first_expert  # P = T * K choices
-    num_experts = len(gate_up_EIH)
+    num_experts = gate_up_EIH.shape[0]
     are_ours = first_expert == 0 and int(ids_P.max(initial=0)) < num_experts
     is_ours = None if are_ours else (ids_P >= 0) & (ids_P < num_experts)
     counts_E = np.bincount(ids_P if is_ours is None else ids_P[is_ours], minlength=num_experts)
     shared_room = max(min_rows(), int(counts_E.max()))
     rooms_E = np.where(counts_E > 0, np.maximum(counts_E, min_rows()), 0)
-    is_batched = shared_room <= BATCHED_ROWS and num_experts * shared_room <= 2 * int(rooms_E.sum())
+    num_filling = num_experts * shared_room - int(rooms_E.sum())
+    flops = 2 * num_filling * (gate_up_EIH.stride(0) + down_EHI.stride(0))
+    is_batched = shared_room <= BATCHED_ROWS and flops <= CALL_FLOPS * np.count_nonzero(counts_E)
     if is_batched:
         rooms_E = np.full(num_experts, shared_room)
     token_of_S, place_of_TK = _places(ids_P, is_ours, counts_E, rooms_E, ids_TK.shape)
@@ -207,7 +213,7 @@ def combine(
         total = _Combine.apply(outputs_TKH, shares_TK)
     else:
         total = _weighted_sum(outputs_TKH, shares_TK)
-    return rounded(residual + total, round_to).to(residual.dtype)
+    return held_in(rounded(residual + total, round_to), residual.dtype)
 
 
 def _weighted_sum(outputs_TKH: Tensor, shares_TK: Tensor) -> Tensor:

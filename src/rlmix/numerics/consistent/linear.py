@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlmix.numerics.consistent.contract import min_rows, rounded
+from rlmix.numerics.consistent.contract import held_in, min_rows, rounded
 from rlmix.numerics.consistent.storage import is_by_inputs, storage_is_free
 from rlmix.numerics.consistent.tree import tree_all_reduce
 
@@ -44,7 +44,7 @@ def _finish(
         y_MN = y_MN[: x.shape[:-1].numel()].reshape(*x.shape[:-1], -1)
     if residual is not None:
         y_MN = y_MN.add_(residual)
-    return rounded(y_MN, round_to).to(x.dtype)
+    return held_in(rounded(y_MN, round_to), x.dtype)
 
 
 def linear(
@@ -73,7 +73,7 @@ def linear(
 
 def _leaves(x: Tensor, count: int) -> Tensor:
     """[count, rows, width] view of [rows, count * width]."""
-    return x.view(len(x), count, -1).transpose(0, 1)
+    return x.view(x.shape[0], count, -1).transpose(0, 1)
 
 
 def row_parallel_linear(

@@ -162,16 +162,17 @@ def run_layers(
         route: called in every layer with experts; None: `own_route`.
     """
     hidden_MH = tensors.embedding.index_select(0, ids_M)
+    num_rows = ids_M.shape[0]
     turns = None if torch.is_grad_enabled() else row_turns(rotations_2MD)
     for index, layer in enumerate(tensors.layers):
         normed = rms_norm(hidden_MH, layer.input_norm, eps=spec.rms_eps, round_to=spec.round_to)
-        heads = linear(normed, layer.qkv).view(len(hidden_MH), -1, spec.head_dim)
+        heads = linear(normed, layer.qkv).view(num_rows, -1, spec.head_dim)
         if turns is None:
             heads = _rotated(heads, layer, spec, rotations_2MD)
         else:
             heads = _rotated_in_place(heads, layer, spec, turns)
         queries, new = heads.split((spec.num_heads, 2 * spec.num_kv_heads), dim=1)
-        attended = attend_rows(index, queries, new).reshape(len(hidden_MH), -1)
+        attended = attend_rows(index, queries, new).reshape(num_rows, -1)
         hidden_MH = row_parallel_linear(
             attended,
             layer.out,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlmix.numerics.consistent.contract import rounded
+from rlmix.numerics.consistent.contract import held_in, rounded
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -53,7 +53,7 @@ def rms_norm(
         normed = _RmsNorm.apply(values, scale, eps)
     else:
         normed = (values * _inverse_rms(values, eps)).mul_(scale)
-    return rounded(normed, round_to).to(x.dtype)
+    return held_in(rounded(normed, round_to), x.dtype)
 
 
 def rope_table(num_positions: int, *, head_dim: int, theta: float) -> Tensor:
@@ -159,4 +159,4 @@ def swiglu(gate_up: Tensor, *, round_to: torch.dtype | None = None) -> Tensor:
     else:
         gate, up = values.chunk(2, dim=-1)
         product = _sigmoid(gate).mul_(gate).mul_(up)
-    return rounded(product, round_to).to(gate_up.dtype)
+    return held_in(rounded(product, round_to), gate_up.dtype)

@@ -135,20 +135,20 @@ class CacheAttention:
     def __call__(self, layer: int, queries: Tensor, new: Tensor) -> Tensor:
         cache, dim = self._cache[layer], new.shape[-1]
         cache.view(-1, dim).index_copy_(0, self._write_index, new.reshape(-1, dim))
-        if len(self._step) == 1 and self._step[0].last == len(queries):
-            return self._attend(cache, queries, self._step[0])
+        if len(self._step) == 1 and self._step[0].last == queries.shape[0]:
+            return self._attend(layer, queries, self._step[0])
         out = torch.zeros(queries.shape)
         for group in self._step:
             out[group.first : group.last] = self._attend(
-                cache, queries[group.first : group.last], group
+                layer, queries[group.first : group.last], group
             )
         return out
 
-    def _attend(self, cache: Tensor, queries: Tensor, group: Group) -> Tensor:
+    def _attend(self, layer: int, queries: Tensor, group: Group) -> Tensor:
         if group.first in self._decoding:
-            found = self._decoding[group.first](cache, queries)
-            return rounded(found, self._round_to).view(queries.shape)
-        keys, values = cache[:, group.first_slot : group.last_slot]
+            found = self._decoding[group.first](layer, queries)
+            return rounded(found, self._round_to).reshape(queries.shape)
+        keys, values = self._cache[layer][:, group.first_slot : group.last_slot]
         batch = group.last_slot - group.first_slot
         rows = queries.reshape(batch, -1, *queries.shape[1:])
         return attend(rows, keys, values, group.plan, round_to=self._round_to).flatten(0, 1)
@@ -161,8 +161,9 @@ class _Decoding:
     def __init__(self, group: Group, cache: Tensor) -> None:
         _, _, _, heads, _, dim = cache.shape
         plan, batch = group.plan, group.last_slot - group.first_slot
-        self._plan, self._slots = plan, slice(group.first_slot, group.last_slot)
-        self._batch = slice(0, batch)
+        self._plan, self._batch = plan, slice(0, batch)
+        seen = cache[:, :, group.first_slot : group.last_slot].flatten(2, 3)
+        self._layers = seen[:, :, :, : plan.num_keys].unbind()
         self._scale = dim**-0.5
         padded = torch.zeros(batch, heads, plan.num_padded, plan.groups, dim)
         self._rows = padded.view(batch * heads, -1, dim)
@@ -176,10 +177,10 @@ class _Decoding:
             group.plan, num_heads=batch * cache.shape[3]
         )
 
-    def __call__(self, cache: Tensor, queries: Tensor) -> Tensor:
+    def __call__(self, layer: int, queries: Tensor) -> Tensor:
         """float32 [B, key heads, G, D], not rounded."""
         torch.mul(queries.view(self._own.shape), self._scale, out=self._own)
-        keys, values = cache[:, self._slots].flatten(1, 2)
+        keys, values = self._layers[layer].unbind()
         tile = self._plan.tiles[0]
         result, _ = attend_tile(self._rows, keys, values, tile, self._plan, self._batch)
-        return result.view(self._shape)[:, :, 0]
+        return result.view(self._shape).select(2, 0)
