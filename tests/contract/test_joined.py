@@ -1,15 +1,17 @@
 """A replica joins a server that runs already: read back, updated, watched, and left as it was."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
+from rlmix.core.errors import EngineError
 from rlmix.pools.engine_admin import EngineAdmin
 from rlmix.pools.replica import Replica
 from rlmix.pools.spec import PlanMismatch, ReplicaSpec
 from tests.contract.checkpoints import CONTEXT
 from tests.contract.servers import MAX_RUNNING
-from tests.contract.talking import prompt, run
+from tests.contract.talking import client_of, prompt, request, run
 
 
 def joining(engine, tmp_path: Path, *flags: str) -> Replica:
@@ -60,6 +62,27 @@ def test_a_running_server_is_joined_updated_in_each_mode_and_left_running(real, 
         admin = EngineAdmin(real.url, name="joined-0", token=None)
         await admin.ping()
         assert await admin.weight_version() == "1"
+
+    run(scenario())
+
+
+def test_a_cache_that_cannot_be_flushed_is_told_although_the_weights_did_change(real):
+    async def scenario():
+        admin = EngineAdmin(real.url, name="joined-0", token=None)
+        async with client_of(real) as client:
+            long = request(prompt(2), rid="long", max_new_tokens=real.long_tokens)
+            turn = asyncio.create_task(client.generate(long))
+            while (await admin.loads()).running == 0:
+                await asyncio.sleep(0.05)
+            # It keeps its KV over the pause, so the cache is not free.
+            await admin.pause("in_place", timeout_s=20)
+            with pytest.raises(EngineError, match="flush"):
+                await admin.update_from_disk(
+                    real.folders[1], version=1, flush_cache=True, timeout_s=3
+                )
+            assert await admin.weight_version() == "1"
+            await admin.resume(timeout_s=20)
+            await turn
 
     run(scenario())
 

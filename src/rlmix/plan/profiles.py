@@ -156,6 +156,8 @@ def _environment(pool: PoolConfig, architecture: str) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         # Many processes share a machine; thread pools of its size in each only wait.
         "OMP_NUM_THREADS": "1",
+        # A view is a folder on this machine; nothing is looked up elsewhere.
+        "HF_HUB_OFFLINE": "1",
         # A health probe would wait for a generation and mark a paused server as sick.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         # Logprobs after temperature, as the trainer takes them.
