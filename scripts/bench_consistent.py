@@ -2,6 +2,7 @@
 """Measures the consistent operators beside what they replace: what does logdiff 0 cost?
 
     python scripts/bench_consistent.py [--quick] [--json] [--head-dims 64,128]
+        [--lengths 512,1024] [--dtypes float32,bfloat16]
 
 Attention, per length and dtype, against three others: "eager" read as the explicit masked softmax
 (as Transformers computes it), "eager" read as PyTorch's fused kernel run without graphs (sdpa;
@@ -273,7 +274,9 @@ def decoding(folder: Path, *, batch: int, context: int, repeats: int) -> dict[st
     return {**found, "decode_model_ratio": found["exact"] / found["native"]}
 
 
-def measure(*, quick: bool, head_dims: list[int]) -> dict[str, Any]:
+def measure(
+    *, quick: bool, head_dims: list[int], lengths: list[int], dtypes: list[str]
+) -> dict[str, Any]:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     folder = resolve_model("bundled:tiny")
@@ -282,8 +285,8 @@ def measure(*, quick: bool, head_dims: list[int]) -> dict[str, Any]:
             tokens, dtype, head_dim=head_dim, repeats=2 if tokens >= 4096 else 3 if quick else 5
         )
         for head_dim in head_dims
-        for dtype in DTYPES
-        for tokens in (QUICK_LENGTHS if quick else LENGTHS)
+        for dtype in dtypes
+        for tokens in lengths
     ]
     train_s = training(folder, rows=16, length=256, repeats=3 if quick else 8)
     batches = (8,) if quick else (1, 8, 32)
@@ -335,9 +338,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--quick", action="store_true", help="short lengths, under a minute")
     parser.add_argument("--head-dims", default="64", help="comma separated, default 64")
+    parser.add_argument("--lengths", help="comma separated, default 512 to 8192")
+    parser.add_argument("--dtypes", default=",".join(DTYPES), help="comma separated")
     options = parser.parse_args()
+    default = QUICK_LENGTHS if options.quick else LENGTHS
     found = measure(
-        quick=options.quick, head_dims=[int(dim) for dim in options.head_dims.split(",")]
+        quick=options.quick,
+        head_dims=[int(dim) for dim in options.head_dims.split(",")],
+        lengths=[int(n) for n in options.lengths.split(",")] if options.lengths else list(default),
+        dtypes=options.dtypes.split(","),
     )
     if options.json:
         print(json.dumps(found))
