@@ -44,14 +44,16 @@ TURN_TIMEOUT_S = 180.0
 
 LOADS = {
     # name: (sessions at a time, sessions in all); the six replicas have 46 places (184 / THINNING).
-    "moderate": (40, 80),
-    "high": (80, 120),
+    "moderate": (40, 60),
+    "high": (80, 100),
 }
-QUICK_LOADS = {"moderate": (40, 40)}
+QUICK_LOADS = {"moderate": (32, 32)}
 QUICK_TIME_SCALE = 1 / 40
+QUICK_ONLY = ("sglang_router_cache_aware", "sglang_router_power_of_two",
+              "sglang_router_round_robin", "round_robin_direct")  # fmt: skip
 
 
-FULL_LOAD = (56, 112)
+FULL_LOAD, QUICK_FULL_LOAD = (56, 112), (56, 56)
 """Of the three replicas with 48 places whose speeds are 4 : 2 : 1."""
 
 
@@ -181,35 +183,42 @@ def compare(by_name: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    contestants = available_contestants(arguments.rivals_python, only=arguments.only)
+    only = QUICK_ONLY if arguments.quick and arguments.only is None else arguments.only
+    contestants = available_contestants(arguments.rivals_python, only=only)
+    shape = Shape(shared_tokens=arguments.shared_tokens)
     seeds = [arguments.seed + index for index in range(1 if arguments.quick else arguments.seeds)]
     loads = QUICK_LOADS if arguments.quick else LOADS
     if arguments.loads:
         loads = {name: loads[name] for name in arguments.loads}
     document: dict[str, Any] = {}
     time_scale = QUICK_TIME_SCALE if arguments.quick else TIME_SCALE
+    without = [c for c in contestants if c.name in ("ours", "oracle")]
     scenarios = {
-        "six": (plan_specs(time_scale=time_scale), loads),
-        "four_two_one": (ratio_specs(time_scale=time_scale), {"full": FULL_LOAD}),
+        "six": (plan_specs(time_scale=time_scale), loads, contestants),
+        "four_two_one": (
+            ratio_specs(time_scale=time_scale),
+            {"full": QUICK_FULL_LOAD if arguments.quick else FULL_LOAD},
+            without,
+        ),
     }
-    for scenario, (specs, scenario_loads) in scenarios.items():
+    for scenario, (specs, scenario_loads, invited) in scenarios.items():
         if arguments.scenarios and scenario not in arguments.scenarios:
             continue
         found = {}
         async with Fleet(specs, folder / scenario) as fleet:
             for name, load in scenario_loads.items():
-                by_name: dict[str, list[dict[str, Any]]] = {c.name: [] for c in contestants}
+                by_name: dict[str, list[dict[str, Any]]] = {c.name: [] for c in invited}
                 for index, seed in enumerate(seeds):
                     # Every contestant is first once: what else runs on the machine changes.
-                    turn = index % len(contestants)
-                    for contestant in contestants[turn:] + contestants[:turn]:
-                        shape = Shape(shared_tokens=arguments.shared_tokens)
+                    turn = index % len(invited)
+                    for contestant in invited[turn:] + invited[:turn]:
                         result = await run_once(
                             contestant, fleet, load=load, seed=seed, shape=shape
                         )
                         by_name[contestant.name].append(result)
                         say(f"{scenario} {name} seed {seed} {contestant.name}: {brief(result)}")
                 found[name] = {"sessions": load[1], "concurrency": load[0], **compare(by_name)}
+                keep(arguments.out, {**document, scenario: found})
         document[scenario] = found
     if "six" in document and "moderate" in document["six"]:
         document = {**document["six"]["moderate"], **document}
@@ -219,7 +228,14 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         )
     document["time_scale"] = time_scale
     document["contestants"] = {c.name: c.version for c in contestants}
+    keep(arguments.out, document)
     return document
+
+
+def keep(path: Path | None, document: dict[str, Any]) -> None:
+    """A long run that is cut off has not been for nothing."""
+    if path is not None:
+        path.write_text(json.dumps(document))
 
 
 def brief(result: dict[str, Any]) -> str:
@@ -255,6 +271,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, smaller; under 60 s")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="write the document here too, after every load")
     parser.add_argument("--seed", type=int, default=1, help="the first seed")
     parser.add_argument("--rivals-python", help="python that has sglang_router or smg")
     parser.add_argument("--only", nargs="*", help="contestants by name; ours and oracle always run")

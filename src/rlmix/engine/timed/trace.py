@@ -29,7 +29,7 @@ class Spread:
 class Shape:
     """What sessions look like. Tokens, and seconds on the accelerator's clock."""
 
-    turns: Spread = Spread(median=16, sigma=0.5, least=4, most=40)
+    turns: Spread = Spread(median=10, sigma=0.5, least=3, most=24)
     prompt_tokens: Spread = Spread(median=8000, sigma=0.4, least=3000, most=20_000)
     output_tokens: Spread = Spread(median=200, sigma=0.8, least=16, most=2048)
     observation_tokens: Spread = Spread(median=900, sigma=0.9, least=16, most=8000)
