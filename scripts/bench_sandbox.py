@@ -3,9 +3,10 @@
 The plain way is what a harness does without a launcher: one bubblewrap per command through
 subprocess, and `python -m unittest` in one more bubblewrap as the verdict.
 
-    python scripts/bench_sandbox.py [--quick] [--json]
+    python scripts/bench_sandbox.py [--backend namespaces|weak] [--quick] [--json]
 
-CPU counts this process, the launcher and every process of every sandbox, after they ended.
+Exit code 1 when a process, mount, control group or file is left at the end. CPU counts this
+process, the launcher and every process of every sandbox, after they ended.
 """
 
 import argparse
@@ -14,27 +15,33 @@ import json
 import os
 import platform
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rlmix.core.task import Commit, HiddenTask, PublicTask
 from rlmix.core.trajectory import Outcome
 from rlmix.sandbox import bubblewrap
 from rlmix.sandbox.backend import make_folder, open_backend
+from rlmix.sandbox.cgroups import group_name
+from rlmix.sandbox.launched import LaunchedBackend
 from rlmix.sandbox.link import RUN_MARK, interpreter
-from rlmix.sandbox.namespaces import NamespaceBackend
 from rlmix.sandbox.protocol import SandboxLimits
 from rlmix.sandbox.reap import marked_processes
 from rlmix.sandbox.shell import StaticOptions, write_static
 from rlmix.tasks.verdict import judge
 
 LIMITS = SandboxLimits(
-    memory_mib=512, pids=64, disk_mib=64, output_chars=2000, command_timeout_s=10.0
+    memory_mib=512, pids=64, disk_mib=64, output_chars=2000, command_timeout_s=10.0, cpus=1.0
 )
+T = TypeVar("T")
+LEFT = ("processes", "files", "mounts", "groups")
 COMMAND = "grep -n total *.py"
 EDIT = "sed -i 's/- b/+ b/' sums.py"
 FIX = (
@@ -88,7 +95,7 @@ async def measure(
     )
 
 
-async def ours(backend: NamespaceBackend, repeats: int) -> dict[str, tuple[float, float]]:
+async def ours(backend: LaunchedBackend, repeats: int) -> dict[str, tuple[float, float]]:
     template = await backend.prepare(PUBLIC.history)
     pid = backend._link.pid
 
@@ -121,6 +128,54 @@ async def ours(backend: NamespaceBackend, repeats: int) -> dict[str, tuple[float
         "verdict": await measure(verdict, repeats, pid),
         "session_3_commands_and_verdict": await measure(session, repeats, pid),
     }
+
+
+async def latencies(backend: LaunchedBackend, repeats: int) -> dict[str, dict[str, float]]:
+    """Wall milliseconds of one sandbox's steps, one sandbox at a time."""
+    template = await backend.prepare(PUBLIC.history)
+    times: dict[str, list[float]] = {}
+
+    async def timed(what: str, call: Awaitable[T]) -> T:
+        started = time.perf_counter()
+        result = await call
+        times.setdefault(what, []).append((time.perf_counter() - started) * 1e3)
+        return result
+
+    for _ in range(repeats):
+        sandbox = await timed("create", backend.create(template))
+        await timed("first_command", sandbox.run(COMMAND))
+        await timed("next_command", sandbox.run(COMMAND))
+        await timed("destroy", sandbox.destroy())
+    both = zip(times["create"], times["first_command"], strict=True)
+    times["create_and_first_command"] = [a + b for a, b in both]
+    return {
+        what: {
+            "min_ms": round(min(values), 2),
+            "median_ms": round(statistics.median(values), 2),
+            "p95_ms": round(statistics.quantiles(values, n=20)[-1], 2),
+        }
+        for what, values in times.items()
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traces:
+    """What sandboxes leave on a machine when they leave something."""
+
+    processes: int
+    files: int
+    mounts: int
+    groups: int
+
+    @classmethod
+    def of(cls, run_id: str, folder: Path) -> "Traces":
+        groups = Path("/sys/fs/cgroup").rglob(f"{group_name(run_id, '')}*")
+        return cls(
+            processes=len(marked_processes(RUN_MARK, run_id)),
+            files=len(list(folder.rglob("*"))),
+            mounts=len(Path("/proc/self/mountinfo").read_text().splitlines()),
+            groups=len(list(groups)),
+        )
 
 
 async def plain(folder: Path, repeats: int) -> dict[str, tuple[float, float]]:
@@ -163,7 +218,7 @@ async def plain(folder: Path, repeats: int) -> dict[str, tuple[float, float]]:
     }
 
 
-async def crowd(backend: NamespaceBackend, count: int) -> dict[str, float]:
+async def crowd(backend: LaunchedBackend, count: int) -> dict[str, float]:
     template = await backend.prepare(PUBLIC.history)
     cpu, wall = cpu_s(backend._link.pid), time.perf_counter()
     sandboxes = await asyncio.gather(*(backend.create(template) for _ in range(count)))
@@ -182,6 +237,7 @@ async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer repeats, under a minute")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("--backend", choices=("namespaces", "weak"), default="namespaces")
     options = parser.parse_args()
     repeats, count = (20, 50) if options.quick else (100, 200)
     say = (lambda text: print(text, file=sys.stderr)) if options.json else print
@@ -189,14 +245,17 @@ async def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_folder(folder)
-        backend = await open_backend("namespaces", LIMITS, folder, run_id)
-        assert isinstance(backend, NamespaceBackend)
+        before = Traces.of(run_id, folder)
+        backend = await open_backend(options.backend, LIMITS, folder, run_id)
+        assert isinstance(backend, LaunchedBackend)
+        limits_by = backend._groups
         for warning in backend.warnings:
             say(f"warning: {warning}")
+        steps = await latencies(backend, 2 * repeats)
         mine = await ours(backend, repeats)
         together = await crowd(backend, count)
         await backend.close()
-        left = len(marked_processes(RUN_MARK, run_id)) + len(list(folder.iterdir()))
+        after = Traces.of(run_id, folder)
         others = await plain(folder, repeats)
     rows = []
     for what, (cpu, wall) in mine.items():
@@ -208,16 +267,23 @@ async def main() -> int:
     document = {
         "rows": rows,
         "at_once": {key: round(value, 3) for key, value in together.items()},
-        "left_over": left,
+        "steps": steps,
+        "left_over": {name: getattr(after, name) - getattr(before, name) for name in LEFT},
+        "backend": options.backend,
+        "control_groups": f"version {limits_by.version}" if limits_by.version else "none",
+        "load_average": round(os.getloadavg()[0], 1),
         "user": "root" if os.geteuid() == 0 else "ordinary",
         "machine": f"{os.cpu_count()} cores, Linux {platform.release()}",
     }
     for row in rows:
         say("  ".join(f"{key}={value}" for key, value in row.items()))
-    say(f"at once: {document['at_once']}; left over: {left}")
+    for what, values in steps.items():
+        say(f"{what}: {values}")
+    say(f"at once: {document['at_once']}; left over: {document['left_over']}")
+    say(f"load average {document['load_average']}, control groups {document['control_groups']}")
     if options.json:
         print(json.dumps(document))
-    return 0 if left == 0 else 1
+    return 0 if after == before else 1
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ whose Landlock keeps no signals in."""
 
 import asyncio
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,27 @@ def test_where_user_namespaces_are_forbidden_auto_says_what_may_be_allowed(tmp_p
     assert "`sudo sysctl -w user.max_user_namespaces=15000`" in message
     assert "To run with weaker isolation (Landlock): sandbox.allow_weak=true" in message
     assert "To run without isolation: sandbox.allow_unisolated=true" in message
+
+
+POD = (
+    "setpriv --bounding-set=-sys_admin,-sys_ptrace --inh-caps=-all "
+    f"/mnt/python/bin/python3.{sys.version_info[1]} -S -c 'import os, sys; "
+    "from rlmix.sandbox import confine, seccomp; confine.no_new_rights(); "
+    "confine.load_filter(seccomp.build_filter()); os.execv(sys.argv[1], sys.argv[1:])'"
+)
+"""Root of an unprivileged pod: a filter and no CAP_SYS_ADMIN, so no mounts and no namespaces."""
+
+
+@needs_landlock
+def test_root_of_an_unprivileged_pod_gets_weak_sandboxes_with_ids_of_their_own(
+    tmp_path: Path,
+) -> None:
+    found = run_scenario(tmp_path, wrap=POD, backend="auto", allow="weak")
+    assert {key: found[key] for key in GOOD} == GOOD
+    assert (found["name"], found["euid"]) == ("weak", 0)
+    assert int(str(found["output"])) >= 1 << 30
+    refused = str(run_scenario(tmp_path, wrap=POD, backend="namespaces")["error"])
+    assert "--security-opt seccomp=unconfined" in refused
 
 
 @needs_landlock
