@@ -11,12 +11,16 @@ from tests.contract.talking import reset, run
 
 ENGINES = ("scripted-hash", "embedded-dense", "embedded-moe", "sglang-dense", "sglang-moe")
 
-LONG_TOKENS = {"scripted": 300, "embedded": 900, "sglang": 150}
+LONG_TOKENS = {"scripted": 300, "embedded": 900, "sglang": 300}
 """Seconds on each of them, on the machines that this was tried on."""
 
-GAPS = {"scripted": (1e-5, 1e-4), "embedded": (0.02, 0.3), "sglang": (0.02, 0.3)}
-"""Mean and largest nats between sampler logprobs and a float32 forward. Twice what rounding to BF16
-does to these checkpoints in Transformers (0.012 / 0.17 with experts)."""
+SCRIPTED_NATS = 1e-5
+"""A script's logprobs are its reference's, rounded to float32."""
+
+NOISE_FACTOR = 4.0
+"""How many times as far as BF16 moves Transformers an engine in BF16 may be from float32: another
+order of additions, other places of rounding, experts that flip, and a short turn instead of a long
+average."""
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +41,7 @@ def running_engine(request, checkpoints, tmp_path_factory):
             pytest.fail(message)
         pytest.skip(message)
     checkpoint = checkpoints["dense" if model == "hash" else model]
-    mean_nats, max_nats = GAPS[kind]
+    noise_nats = NOISE_FACTOR * checkpoint.noise_nats()
     start = getattr(servers, kind)
     with start(checkpoint.folders[0], tmp_path_factory.mktemp(request.param)) as url:
         yield Engine(
@@ -46,8 +50,8 @@ def running_engine(request, checkpoints, tmp_path_factory):
             url=url,
             folders=checkpoint.folders,
             reference=HashReference() if kind == "scripted" else checkpoint,
-            mean_nats=mean_nats,
-            max_nats=max_nats,
+            mean_nats=SCRIPTED_NATS if kind == "scripted" else noise_nats,
+            max_nats=10 * (SCRIPTED_NATS if kind == "scripted" else noise_nats),
             long_tokens=LONG_TOKENS[kind],
         )
 

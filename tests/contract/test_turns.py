@@ -66,7 +66,7 @@ def test_logprobs_are_after_temperature_over_the_whole_vocabulary(engine, temper
     # What rounding does to logits is divided by the temperature too.
     assert found.mean() < engine.mean_nats / min(temperature, 1.0)
     assert found.max() < engine.max_nats / min(temperature, 1.0)
-    assert gaps(engine, turn, prompt(3), temperature=1.0).mean() > 3 * engine.mean_nats
+    assert gaps(engine, turn, prompt(3), temperature=1.0).mean() > 2 * found.mean()
 
 
 def test_plain_logprobs_stay_those_of_the_whole_vocabulary_when_sampling_is_cut(engine):
@@ -185,7 +185,7 @@ def test_the_next_turn_finds_its_context_and_another_salt_does_not(engine):
     assert first.cached_tokens == other.cached_tokens == 0
     assert (again.cached_tokens >= 60) is expected("a prefix is found again", engine)
     for turn in (again, other):
-        assert gaps(engine, turn, longer).mean() < engine.mean_nats
+        assert gaps(engine, turn, longer).mean() < 2 * engine.mean_nats
 
 
 def test_a_batch_gives_each_request_its_own_parameters(engine):

@@ -41,6 +41,7 @@ BUNDLED_SOURCES = ("generated",)
 ROUTER_POLICIES = ("shortest_delay", "least_sessions")
 ROUTER_SPEEDS = ("prior", "observed")
 PAUSE_MODES = ("in_place", "retract", "abort")
+WEIGHT_TRANSPORTS = ("disk", "distributed")
 LAUNCH_BACKENDS = ("local",)
 CONSISTENCIES = ("native", "exact")
 

@@ -145,6 +145,8 @@ RULES: dict[str, Rule] = {
     "weights.publish_every": at_least(1),
     "weights.keep": at_least(1),
     "weights.pause": one_of(names.PAUSE_MODES),
+    "weights.transport": one_of(names.WEIGHT_TRANSPORTS),
+    "weights.bucket_mib": at_least(1),
     "pools.*.accelerator": TEXT,
     "pools.*.engine": one_of(names.ENGINES),
     "pools.*.replicas": at_least(0),

@@ -12,7 +12,7 @@ from rlmix.observe.run_dir import RunDir
 from rlmix.plan.build import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE
 from rlmix.plan.capabilities import SGLANG_VERSION
 from rlmix.plan.runplan import PoolPlan, RunPlan
-from rlmix.pools.spec import FleetSpec, ReplicaSpec
+from rlmix.pools.spec import FleetSpec, PushSpec, ReplicaSpec
 
 EVAL_POOL = "eval"
 EVAL_FORMAT = "bf16"
@@ -111,6 +111,21 @@ def _replica(
         boot_timeout_s=launch.boot_timeout_s,
         update_timeout_s=launch.update_timeout_s,
         canary_tolerance_nats=pool.canary_tolerance_nats,
+        push=_push(pool, config),
+    )
+
+
+def _push(pool: PoolPlan, config: TrainConfig) -> PushSpec | None:
+    """None: engines read the folder."""
+    if config.weights.transport == "disk":
+        return None
+    is_embedded = pool.engine == "embedded"
+    return PushSpec(
+        host=config.net.bind,
+        backend="gloo" if is_embedded or pool.accelerator == "cpu" else "nccl",
+        # One process of ours receives for all of its ranks.
+        num_ranks=1 if is_embedded else pool.tp,
+        bucket_bytes=config.weights.bucket_mib << 20,
     )
 
 
@@ -143,6 +158,7 @@ def _fleet(
         replicas=tuple(replicas),
         store=store,
         pause_mode=config.weights.pause,
+        checks_identity=config.weights.identity_check,
         max_parallel_boots=launch.max_parallel_boots,
         max_restarts=launch.max_restarts,
         restart_window_s=launch.restart_window_s,

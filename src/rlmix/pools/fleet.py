@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 
 from rlmix.core.errors import EngineError, LaunchError, WeightSyncError
+from rlmix.pools.probes import WeightLedger
 from rlmix.pools.slot import OnEvent, References, Slot, Spawn
 from rlmix.pools.spec import FleetSpec, ReplicaStatus, SlotState
 from rlmix.router.client import RouterAdmin
@@ -46,6 +47,7 @@ class Fleet:
         self._on_event = on_event
         self._version = -1
         boots = asyncio.Semaphore(spec.max_parallel_boots)
+        ledger = WeightLedger()
         self._slots = [
             Slot(
                 replica,
@@ -55,6 +57,7 @@ class Fleet:
                 references=references,
                 on_event=on_event,
                 boots=boots,
+                ledger=ledger,
             )
             for replica in spec.replicas
         ]
@@ -78,6 +81,9 @@ class Fleet:
         await self._until(
             lambda: all(slot.routed_version is not None or slot.is_held for slot in self._slots)
         )
+        if self._slots and all(slot.is_held for slot in self._slots):
+            reasons = dict.fromkeys(slot.reason for slot in self._slots)
+            raise LaunchError("pools: no replica may serve: " + "; ".join(reasons))
 
     async def roll_out(self, version: int) -> None:
         """Bring every replica to `version`, in the background; the newest order wins.

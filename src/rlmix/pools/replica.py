@@ -18,6 +18,8 @@ from rlmix.engine.sglang.launch import start_command, start_environment
 from rlmix.engine.sglang.readback import compare, numerics_of
 from rlmix.launch.process import ChildProcess, describe_exit, log_tail
 from rlmix.pools.engine_admin import PROBE_TIMEOUT_S, EngineAdmin
+from rlmix.pools.probes import check_identity
+from rlmix.pools.pushing import Pusher
 from rlmix.pools.spec import (
     CanaryOutput,
     PlanMismatch,
@@ -25,7 +27,10 @@ from rlmix.pools.spec import (
     ReplicaLoad,
     ReplicaSpec,
     UpdateReport,
+    WeightProof,
 )
+from rlmix.pools.verifying import Verifier
+from rlmix.weights.push import tensor_names
 from rlmix.weights.store import verify_version
 
 log = logging.getLogger(__name__)
@@ -45,6 +50,12 @@ class Replica:
         self._spec = spec
         self._child: ChildProcess | None = None
         self._admin: EngineAdmin | None = None
+        self._verifier: Verifier | None = None
+        self._pusher: Pusher | None = None
+        self._tensors: frozenset[str] = frozenset()
+        """Names of the checkpoint that the engine started from, where weights are pushed."""
+        self._content = ""
+        """Digest of the files of the version that was loaded last."""
 
     async def boot(self, version: int, folder: Path) -> ReplicaInfo:
         """Start the engine on a version and check that it is what the plan says.
@@ -56,13 +67,26 @@ class Replica:
             EngineError: it runs and cannot be talked to.
         """
         spec = self._spec
-        await asyncio.to_thread(verify_version, folder)
+        self._content = (await asyncio.to_thread(verify_version, folder)).content
         token, admin_token = _secret(spec.token_env), _secret(spec.admin_token_env)
         url = spec.url
         if url is None:
             self._child = self._start(version, folder, api_key=token, admin_key=admin_token)
             url = str((await self._child.wait_ready(spec.boot_timeout_s))["url"])
         self._admin = EngineAdmin(url, name=spec.name, token=token, admin_token=admin_token)
+        self._verifier = Verifier(url, name=spec.name, token=token, admin_token=admin_token)
+        if spec.push is not None:
+            self._tensors = await asyncio.to_thread(tensor_names, folder)
+            self._pusher = Pusher(
+                url,
+                name=spec.name,
+                token=token if admin_token is None else admin_token,
+                host=spec.push.host,
+                num_ranks=spec.push.num_ranks,
+                backend=spec.push.backend,
+                limit_s=spec.update_timeout_s,
+                bucket_bytes=spec.push.bucket_bytes,
+            )
         info = await self._admin.server_info()
         numerics_key, unverified = await self._identify(info)
         served = str(info.get("weight_version", ""))
@@ -161,9 +185,10 @@ class Replica:
             EngineError: the engine failed; its weights may be mixed and it stays paused. Kill it.
         """
         started_s = time.monotonic()
-        await asyncio.to_thread(verify_version, folder)
+        manifest = await asyncio.to_thread(verify_version, folder)
         verified_s = time.monotonic()
         await self._load(version, folder, pause_mode=pause_mode)
+        self._content = manifest.content
         return UpdateReport(
             version=version,
             pull_s=round(verified_s - started_s, 4),
@@ -187,6 +212,42 @@ class Replica:
             )
         )
 
+    async def verify(
+        self,
+        version: int,
+        prompt_ids: Sequence[int],
+        *,
+        again: Path | None = None,
+        canaries: Sequence[CanaryOutput] = (),
+        tolerance_nats: float = 0.0,
+    ) -> WeightProof:
+        """Logprob, mask and version probe, and what the engine says of its weights; with `again`
+        it first loads that folder, which it serves already, and must then answer `canaries` alike.
+
+        Raises:
+            AdmissionRefused: a probe failed; the message names it.
+            EngineError: no answer.
+        """
+        assert self._verifier is not None
+        if again is not None and canaries:
+            # As updates come to it later: a push that reads back another checksum than the folder
+            # is found before anything was sampled from it.
+            before = await self._verifier.checksum()
+            await self._load(version, again, pause_mode="retract")
+            num_tokens = len(canaries[0].output_ids)
+            after = await self.canary([output.prompt_ids for output in canaries], num_tokens)
+            check_identity(
+                canaries,
+                after,
+                checksums=(before, await self._verifier.checksum()),
+                name=self._spec.name,
+                tolerance_nats=tolerance_nats,
+            )
+        await self._verifier.check_sampling(prompt_ids, version=version, is_short=again is None)
+        return WeightProof(
+            version=version, content=self._content, checksum=await self._verifier.checksum()
+        )
+
     def process_id(self) -> int:
         """Of the process that owns the engine, for whoever wants to see it or end it."""
         return os.getpid()
@@ -206,9 +267,15 @@ class Replica:
         engine = self._engine()
         limit_s = self._spec.update_timeout_s
         await engine.pause(pause_mode, timeout_s=limit_s)
-        await engine.update_from_disk(
-            folder, version=version, flush_cache=pause_mode != "in_place", timeout_s=limit_s
-        )
+        flushes = pause_mode != "in_place"
+        if self._pusher is None:
+            await engine.update_from_disk(
+                folder, version=version, flush_cache=flushes, timeout_s=limit_s
+            )
+        else:
+            await self._pusher.push(
+                folder, version=version, served=self._tensors, flush_cache=flushes
+            )
         served = await engine.weight_version()
         if served != str(version):
             raise EngineError(

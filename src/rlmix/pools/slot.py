@@ -16,7 +16,9 @@ from typing import Any, Protocol
 from rlmix.core.errors import EngineError, LaunchError, WeightSyncError
 from rlmix.launch.handle import Handle
 from rlmix.pools.admission import ProgressWatch, RestartBudget, check_canaries
+from rlmix.pools.probes import WeightLedger
 from rlmix.pools.spec import (
+    AdmissionRefused,
     CanaryOutput,
     FleetSpec,
     PlanMismatch,
@@ -27,6 +29,7 @@ from rlmix.pools.spec import (
     SlotState,
     UpdateReport,
 )
+from rlmix.pools.verifying import PROBE_LIMIT_S
 from rlmix.router.client import RouterAdmin
 from rlmix.weights.store import version_dir
 
@@ -83,8 +86,10 @@ class Slot:
         references: References | None,
         on_event: OnEvent,
         boots: asyncio.Semaphore,
+        ledger: WeightLedger,
     ) -> None:
         self.spec = spec
+        self._ledger = ledger
         self._fleet = fleet
         self._spawn = spawn
         self._router = router
@@ -150,6 +155,7 @@ class Slot:
         """Fill the slot, and fill it again, until it is retired. Cancel it to end the slot."""
         try:
             while True:
+                was_refused = False
                 try:
                     if self.is_held:
                         raise _Held(self._hold_reason)
@@ -168,7 +174,12 @@ class Slot:
                     return
                 except EngineError as error:
                     await self._take_down(SlotState.QUARANTINED, str(error))
+                    was_refused = isinstance(error, AdmissionRefused)
                 delay_s = self._next_delay_s()
+                if delay_s is None and was_refused:
+                    # Not broken, not trusted: the run goes on without it.
+                    self._hold_reason = self.reason
+                    continue
                 if delay_s is None:
                     last = self.reason
                     self._enter(SlotState.RETIRED, f"started too often; last: {last}")
@@ -270,7 +281,7 @@ class Slot:
         await self.register()
 
     async def _admit(self) -> float | None:
-        """The canary check of the freshly booted version."""
+        """The whole gate for the freshly booted version."""
         if not self._fleet.canary_prompts:
             return None
         assert self.version is not None
@@ -280,12 +291,22 @@ class Slot:
         references = None
         if self._references is not None:
             references = await self._references(self.version, outputs)
-        return check_canaries(
-            outputs,
-            references,
-            name=self.spec.name,
-            tolerance_nats=self.spec.canary_tolerance_nats,
+        tolerance_nats = self.spec.canary_tolerance_nats
+        mean_abs = check_canaries(
+            outputs, references, name=self.spec.name, tolerance_nats=tolerance_nats
         )
+        again = self._folder(self.version) if self._fleet.checks_identity else None
+        await self._prove(again=again, canaries=outputs, tolerance_nats=tolerance_nats)
+        return mean_abs
+
+    async def _prove(self, **identity: Any) -> None:
+        """The engine's probes; after an update without the identity check."""
+        if not self._fleet.canary_prompts:
+            return
+        prompt, limit_s = self._fleet.canary_prompts[0], PROBE_LIMIT_S + self.spec.update_timeout_s
+        proof = await self._call("verify", self.version, prompt, limit_s=limit_s, **identity)
+        is_fresh = bool(identity)
+        self._ledger.note(proof, pool=self.spec.pool, name=self.spec.name, is_fresh=is_fresh)
 
     async def _serve(self) -> None:
         """Watch and update until the replica is gone; raises what ended it."""
@@ -386,6 +407,7 @@ class Slot:
                 self._event("update_refused", str(error), version=version)
             return None
         self.version = report.version
+        await self._prove()
         return report
 
     @contextmanager
@@ -427,10 +449,12 @@ class Slot:
             self._enter(SlotState.STOPPED, "the fleet stops")
         await self._tell_router(self._router.delete_replica(self.spec.name))
 
-    async def _call(self, method: str, *args: Any, limit_s: float) -> Any:
+    async def _call(self, method: str, *args: Any, limit_s: float, **kwargs: Any) -> Any:
         assert self._handle is not None
         try:
-            return await self._handle.call(method, *args, timeout_s=limit_s + CALL_MARGIN_S)
+            return await self._handle.call(
+                method, *args, timeout_s=limit_s + CALL_MARGIN_S, **kwargs
+            )
         except TimeoutError:
             raise EngineError(
                 f"pools: {self.spec.name} did not finish {method} in {limit_s + CALL_MARGIN_S:g} s"

@@ -38,6 +38,19 @@ class SlotState(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PushSpec:
+    """How weights reach an engine through a process group instead of a folder."""
+
+    host: str
+    """Address at which the engine reaches its replica's process."""
+    backend: str
+    """`gloo` or `nccl`."""
+    num_ranks: int
+    """Tensor-parallel ranks of the engine."""
+    bucket_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaSpec:
     """One replica, ready to be started on its node."""
 
@@ -71,6 +84,8 @@ class ReplicaSpec:
     """Environment variable that holds the run's bearer token; None: the engine asks for none."""
     admin_token_env: str | None = None
     """The same for what changes the engine: weights, pauses. None: the token does."""
+    push: PushSpec | None = None
+    """None: the engine reads new versions from their folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +110,8 @@ class FleetSpec:
     canary_prompts: tuple[tuple[int, ...], ...] = ()
     canary_tokens: int = 8
     """Greedy tokens per canary prompt."""
+    checks_identity: bool = True
+    """Load the same weights again before a replica serves, and compare its answers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +151,17 @@ class UpdateReport:
     """Reading and verifying the files; the replica served meanwhile."""
     pause_s: float
     """From pause to continue: no token was sampled."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightProof:
+    """What an engine holds, as read back from it."""
+
+    version: int
+    content: str
+    """Digest of the version's files."""
+    checksum: str
+    """The engine's own, of the weights that it serves; "" when it cannot tell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,6 +47,14 @@ class Manifest:
     def total_bytes(self) -> int:
         return sum(entry.size_bytes for entry in self.files.values())
 
+    @property
+    def content(self) -> str:
+        """One digest of the weight files, equal for equal bytes whatever the version is; of all
+        files where there is no weight file."""
+        weights = {n: e for n, e in self.files.items() if n.endswith(".safetensors")} or self.files
+        text = "".join(f"{name}={weights[name].xxh3_128};" for name in sorted(weights))
+        return xxhash.xxh3_128_hexdigest(text.encode())
+
     def same_content(self, other: "Manifest") -> bool:
         """True when every file has the same bytes, whatever the facts say."""
         return self.files == other.files

@@ -143,11 +143,17 @@ class PushGroup:
             backend: `gloo`, or `nccl` where this process has a GPU of its own.
             limit_s: for forming the group, and for each bucket.
         """
+        import torch
         from torch.distributed import TCPStore
 
         if backend not in BACKENDS:
             raise WeightSyncError(
                 f"weights: backend={backend!r}; a push goes through {', '.join(BACKENDS)}"
+            )
+        if backend == "nccl" and not torch.cuda.is_available():
+            raise WeightSyncError(
+                "weights: backend=nccl pushes from a GPU of this process's own, and it sees none; "
+                "use weights.transport=disk"
             )
         self._backend = backend
         self._world_size = world_size

@@ -79,6 +79,10 @@ class WeightsConfig:
     """Newest versions of each view that stay on disk."""
     pause: str
     """What a replica does with running requests while it changes weights."""
+    transport: str
+    """How a version travels from its folder into an engine."""
+    bucket_mib: int
+    identity_check: bool
 
 
 @dataclass(kw_only=True, slots=True)
