@@ -91,9 +91,12 @@ class EngineAdmin:
             return
         message = str(answer.get("message", answer))
         if flush_cache and UPDATED_UNFLUSHED in message:
-            # Weights and version did change; only prefixes of the old ones are still there.
+            # The weights did change, and requests report the new version; only prefixes of the old
+            # ones are still there, and `/model_info` was not told.
             log.warning("pools: %s: %s", self._name, message)
             await self.flush_cache(timeout_s=timeout_s)
+            stamp = {"new_version": str(version), "abort_all_requests": False}
+            await self._ask("POST", "/update_weight_version", stamp, timeout_s=timeout_s)
             return
         raise EngineError(f"pools: {self._name} refused version {version} from {folder}: {message}")
 
