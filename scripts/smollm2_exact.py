@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Exact mode on real pretrained weights: SmolLM2-135M-Instruct, trainer against engine.
 
-    python scripts/smollm2_exact.py [--tokens 1200] [--ranks 1] [--json] [--prepare]
+    python scripts/smollm2_exact.py [--tokens 1200] [--json] [--prepare]
 
 The trainer's forward takes whole sequences of text (with gradient), the engine's fills prompts in
 chunks and decodes the rest token by token, several sequences at once. Every logprob must have the
@@ -97,7 +97,7 @@ def trained(policy: Any, texts: list[Tensor]) -> tuple[list[Tensor], float]:
     return [logprobs.detach() for logprobs in found], float(norm)
 
 
-def decoded(policy: Any, texts: list[Tensor], *, ranks: int) -> list[Tensor]:
+def decoded(policy: Any, texts: list[Tensor]) -> list[Tensor]:
     """The same logprobs from an engine: a text's first third is its prompt."""
     import numpy as np
 
@@ -113,7 +113,7 @@ def decoded(policy: Any, texts: list[Tensor], *, ranks: int) -> list[Tensor]:
     config = policy.model.config
     spec = spec_of(config, round_to=policy._spec.round_to)
     plan = RankPlan(
-        layout=Layout(tensor=ranks, experts=1),
+        layout=Layout(tensor=1, experts=1),  # Nine heads cannot be shared by 2 or 4 ranks.
         shape=ModelShape(
             vocab_size=config.vocab_size,
             hidden=config.hidden_size,
@@ -200,7 +200,7 @@ def native(policy: Any, texts: list[Tensor]) -> Tensor:
     return torch.cat(found)
 
 
-def measure(folder: Path, *, num_tokens: int, ranks: int) -> list[dict[str, Any]]:
+def measure(folder: Path, *, num_tokens: int) -> list[dict[str, Any]]:
     from rlmix.trainer.exact import ExactPolicy
     from rlmix.trainer.policy import Policy
 
@@ -212,7 +212,7 @@ def measure(folder: Path, *, num_tokens: int, ranks: int) -> list[dict[str, Any]
         started_s = time.perf_counter()
         policy = ExactPolicy(model, round_to=round_to)
         ours, norm = trained(policy, texts)
-        engine = decoded(policy, texts, ranks=ranks)
+        engine = decoded(policy, texts)
         pairs = list(zip(ours, engine, strict=True))
         rows.append(
             {
@@ -232,7 +232,6 @@ def measure(folder: Path, *, num_tokens: int, ranks: int) -> list[dict[str, Any]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=1200, help="of all texts together")
-    parser.add_argument("--ranks", type=int, default=1, help="tensor parallel engine processes")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--prepare", action="store_true", help="only make the model folder")
     parser.add_argument("--convert", nargs=2, type=Path, help=argparse.SUPPRESS)
@@ -246,7 +245,7 @@ def main() -> int:
         print(folder)
         return 0
     torch.set_num_threads(1)
-    rows = measure(folder, num_tokens=options.tokens, ranks=options.ranks)
+    rows = measure(folder, num_tokens=options.tokens)
     if options.json:
         print(json.dumps(rows))
     else:

@@ -16,6 +16,7 @@ from torch import Tensor
 from rlmix.numerics.consistent.contract import CPU_TILING, Tiling
 from rlmix.numerics.consistent.head import head_logits, scores_of_logits, vocab_scores
 from rlmix.numerics.consistent.model import ModelSpec, ModelTensors, tensors_of, train_hidden
+from rlmix.numerics.consistent.serving import for_decoding
 from tests.unit.numerics.consistent.shapes import VOCAB, new_model, new_spec, new_state
 from tests.unit.numerics.consistent.stepwise import PagedEngine, Piece, SlotEngine
 
@@ -76,6 +77,7 @@ def play(engine: SlotEngine, ids: list[Tensor], plan: np.random.Generator) -> li
     tiling=st.sampled_from([CPU_TILING, SMALL_TILING, BF16_PROBS]),
     lengths=st.lists(st.integers(2, 90), min_size=1, max_size=4),
     page_size=st.sampled_from([0, 1, 3, 16, 64]),
+    is_stored_anew=st.booleans(),
     seed=st.integers(0, 10**6),
 )
 def test_any_mix_of_chunks_pages_and_batches_gives_the_trainers_bits(
@@ -84,6 +86,7 @@ def test_any_mix_of_chunks_pages_and_batches_gives_the_trainers_bits(
     tiling: Tiling,
     lengths: list[int],
     page_size: int,
+    is_stored_anew: bool,
     seed: int,
 ) -> None:
     tensors, spec, table = MODELS[is_moe, round_to]
@@ -94,15 +97,16 @@ def test_any_mix_of_chunks_pages_and_batches_gives_the_trainers_bits(
         row[: len(seq)] = seq
     with torch.no_grad():
         trained = trainer_logprobs(tensors, spec, table, batch, tiling)
+    held = for_decoding(tensors) if is_stored_anew else tensors
     room = {"num_sequences": len(ids), "capacity": 128}
     if page_size:
         engine: SlotEngine = PagedEngine(
-            tensors, spec, table, tiling, page_size=page_size, seed=seed, **room
+            held, spec, table, tiling, page_size=page_size, seed=seed, **room
         )
     else:
-        engine = SlotEngine(tensors, spec, table, tiling, **room)
+        engine = SlotEngine(held, spec, table, tiling, **room)
     for number, hidden in enumerate(play(engine, ids, plan)):
-        sampled = engine_logprobs(hidden[:-1], tensors.head, ids[number][1:])
+        sampled = engine_logprobs(hidden[:-1], held.head, ids[number][1:])
         expected = trained[number, : len(sampled)]
         assert int((sampled != expected).sum()) == 0
 
