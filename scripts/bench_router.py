@@ -53,8 +53,9 @@ QUICK_ONLY = ("sglang_router_cache_aware", "sglang_router_power_of_two",
               "sglang_router_round_robin", "round_robin_direct")  # fmt: skip
 
 
-FULL_LOAD, QUICK_FULL_LOAD = (56, 112), (56, 56)
-"""Of the three replicas with 48 places whose speeds are 4 : 2 : 1."""
+FULL_LOAD, QUICK_FULL_LOAD = (84, 140), (84, 84)
+"""Of the three replicas with 16 places each whose speeds are 4 : 2 : 1: all of them are wanted, so
+a router that leaves none idle uses them in proportion to their speeds."""
 
 
 def summary(
@@ -146,11 +147,34 @@ def medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def shares_off(
+    runs: list[dict[str, Any]], speeds: dict[str, float]
+) -> dict[str, dict[str, float] | float]:
+    """Shares of sessions and tokens, means over the seeds, beside shares of the speeds; and the
+    largest relative distance between those."""
+    capacity = {name: speed / sum(speeds.values()) for name, speed in speeds.items()}
+    found: dict[str, dict[str, float] | float] = {
+        "capacity": {name: round(share, 4) for name, share in capacity.items()}
+    }
+    for key in ("placed_share", "token_share"):
+        mean = {n: statistics.mean(run[key].get(n, 0.0) for run in runs) for n in speeds}
+        found[key] = {name: round(share, 4) for name, share in mean.items()}
+        off = max(abs(mean[name] / capacity[name] - 1.0) for name in speeds)
+        found[f"{key}_off_frac"] = round(off, 4)
+    return found
+
+
 def compare(by_name: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """The document of one load: medians, and ratios seed by seed."""
     ours, oracle = by_name["ours"], by_name["oracle"]
+    # `manual` keeps sessions by a key that the client has to send; it is told apart because the
+    # other three are what this router is asked to beat.
     others = {n: medians(r) for n, r in by_name.items() if n not in ("ours", "oracle")}
-    rivals = [name for name in by_name if name.startswith("sglang_router")]
+    rivals = [
+        name
+        for name in by_name
+        if name.startswith("sglang_router") and name != "sglang_router_manual"
+    ]
     ratios = {
         name: round(
             statistics.median(
@@ -218,6 +242,8 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
                         by_name[contestant.name].append(result)
                         say(f"{scenario} {name} seed {seed} {contestant.name}: {brief(result)}")
                 found[name] = {"sessions": load[1], "concurrency": load[0], **compare(by_name)}
+                if scenario == "four_two_one":
+                    found[name]["shares"] = shares_off(by_name["ours"], fleet.speeds)
                 keep(arguments.out, {**document, scenario: found})
         document[scenario] = found
     if "six" in document and "moderate" in document["six"]:
@@ -289,6 +315,8 @@ def main() -> None:
             print(f"\n{scenario}, {load} load: {found['concurrency']} sessions at a time, "
                   f"{found['sessions']} in all\n")  # fmt: skip
             print(table(found))
+            if "shares" in found:
+                print("\n" + json.dumps(found["shares"]))
             print(f"\nbest sglang-router / ours {found['ratio_best']}, "
                   f"ours / oracle {found['ratio_oracle']}")  # fmt: skip
     if "latency" in document:
