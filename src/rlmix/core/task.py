@@ -69,6 +69,8 @@ class HiddenTask:
     """Bash command that runs the tests at the repository's root; empty runs `tests` as unittest."""
     runner: str = ""
     """Whose report the command writes (`tasks.evidence.runners`); empty finds it in the command."""
+    scripts: dict[str, str] = field(default_factory=dict)
+    """`run_script.sh` and `parser.py` of SWE-bench Pro; the command is the script's argument."""
     hidden_patch: bytes = b""
     """Git diff of the hidden tests, applied after the submitted one."""
     skippable_tests: tuple[str, ...] = ()

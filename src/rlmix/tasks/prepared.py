@@ -23,6 +23,8 @@ from rlmix.tasks.prepare.manifest import Excluded, Manifest
 from rlmix.tasks.record import SourceTask
 
 SCHEMA_VERSION = 1
+PRO = "pro"
+"""Kind of tests of SWE-bench Pro: a script and a parser per task."""
 EVAL_FRAC = 0.1
 """Share of a set's tasks that are held out for the closing evaluation, by hash of the id."""
 
@@ -139,19 +141,21 @@ def failed_gates(folder: Path) -> frozenset[str]:
 
 def hidden_task(record: dict[str, Any]) -> HiddenTask:
     """The hidden half in the form that verdicts take."""
-    if record["runner"] and record["runner"] not in RUNNERS:
+    is_pro = record["runner"] == PRO
+    if record["runner"] and not is_pro and record["runner"] not in RUNNERS:
         raise DataError(
-            f"task {record['task_id']}: tests of the kind {record['runner']!r} are run by "
-            "`rlmix eval`, not in training"
+            f"task {record['task_id']}: nobody reads the runner {record['runner']!r}; allowed: "
+            f"{', '.join((*RUNNERS, PRO))}"
         )
     return HiddenTask(
         task_id=record["task_id"],
-        tests=record["files"],
+        tests={} if is_pro else record["files"],
+        scripts=record["files"] if is_pro else {},
         required_tests=tuple(record["fail_to_pass"]),
         skippable_tests=tuple(record["pass_to_pass"]),
         reference_diff="",
         test_command=record["test_command"],
-        runner=record["runner"],
+        runner="" if is_pro else record["runner"],
         hidden_patch=record["hidden_patch"].encode(),
         name_style=record["name_style"],
         test_env=record["env"],

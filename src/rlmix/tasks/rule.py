@@ -162,6 +162,34 @@ def _unlisted(report, failing, exit_code, baseline, end):  # type: ignore[no-unt
     return end(Outcome.PASS, detail, weak=exit_code != 0 or count == 0, passed=count)
 
 
+def decide_pro(run: CommandRun, names: tuple[str, ...]) -> Verdict:
+    """SWE-bench Pro's own rule, so that numbers compare: every listed name has passed. The script's
+    exit code decides nothing there, and neither does it here."""
+    report = run.report
+    passed = [name for name in names if report is not None and report.has_passed(name)]
+    if run.exit_code is None:
+        detail = "timed_out"
+    elif report is None or report.fault:
+        detail = f"report is worth nothing: {report.fault if report else 'there is none'}"
+    elif not names:
+        detail = "task names no required test"
+    elif len(passed) < len(names):
+        missing = next(name for name in names if name not in passed)
+        detail = f"{len(passed)} of {len(names)} listed tests passed; {missing}: "
+        detail += report.said(missing)
+    else:
+        detail = ""
+    return Verdict(
+        outcome=Outcome.FAIL if detail else Outcome.PASS,
+        detail=detail or f"{len(passed)} listed tests passed",
+        reverted=run.reverted,
+        num_passed=len(passed),
+        num_executed=0 if report is None else report.num_executed,
+        exit_code=run.exit_code,
+        timed_out=run.exit_code is None,
+    )
+
+
 def decide_unittest(
     lines: list[tuple[str, str]], result: PythonResult, required: tuple[str, ...]
 ) -> Verdict:

@@ -20,6 +20,7 @@ from rlmix.sandbox.protocol import PythonResult, SandboxBackend
 from rlmix.sandbox.repository import checked_path
 from rlmix.tasks.evidence.junit import parse_junit
 from rlmix.tasks.evidence.names import renamed
+from rlmix.tasks.evidence.pro import parse_pro
 from rlmix.tasks.evidence.report import TestReport
 from rlmix.tasks.evidence.runners import RUNNERS, runner_of
 from rlmix.tasks.inside.programs import program
@@ -28,6 +29,7 @@ from rlmix.tasks.rule import (
     Verdict,
     baseline_of,
     decide_command,
+    decide_pro,
     decide_unittest,
 )
 
@@ -67,6 +69,13 @@ async def judge(
         return Verdict(outcome=Outcome.FAIL, detail="empty_diff")
     if _GITLINK.search(diff):
         return Verdict(outcome=Outcome.FAIL, detail="diff_refused: it adds a submodule")
+    if hidden.scripts:
+        answer = await _ask(public, hidden, diff, backend, timeout_s=timeout_s)
+        if isinstance(answer, Verdict):
+            return answer
+        run = command_run(*answer, hidden)
+        names = (*hidden.required_tests, *hidden.skippable_tests)
+        return run if isinstance(run, Verdict) else decide_pro(run, names)
     if not hidden.test_command:
         answer = await _ask(public, hidden, diff, backend, timeout_s=timeout_s)
         if isinstance(answer, Verdict):
@@ -144,19 +153,21 @@ async def _run(
     try:
         tests = {checked_path(path): text for path, text in hidden.tests.items()}
         data: dict[str, object] = {"nonce": nonce, "diff": diff, "tests": tests}
-        if not hidden.test_command:
+        if not hidden.test_command and not hidden.scripts:
             return await sandbox.run_python(program("unittest"), data, timeout_s)
-        runner = runner_of(hidden.test_command, hidden.runner)
+        runner = None if hidden.scripts else runner_of(hidden.test_command, hidden.runner)
         data |= {
             "command": hidden.test_command,
             "runner": next((name for name, known in RUNNERS.items() if known is runner), ""),
             "has_canary": has_canary(hidden),
+            "scripts": dict(hidden.scripts),
             "hidden_patch": hidden.hidden_patch,
             "env": dict(hidden.test_env),
             "timeout_s": timeout_s,
         }
         limit_s = timeout_s + AROUND_COMMAND_S
-        return await sandbox.run_python(program("command"), data, limit_s)
+        name = "pro" if hidden.scripts else "command"
+        return await sandbox.run_python(program(name), data, limit_s)
     finally:
         await sandbox.destroy()
 
@@ -164,6 +175,8 @@ async def _run(
 def has_canary(hidden: HiddenTask) -> bool:
     """pytest and `python -m unittest` run two tests of ours after all others. They come through
     PYTHONPATH, so a command that sets or ignores that goes without."""
+    if hidden.scripts:
+        return False
     runner = runner_of(hidden.test_command, hidden.runner)
     if "PYTHONPATH" in hidden.test_env or _NO_PYTHONPATH.search(hidden.test_command):
         return False
@@ -204,8 +217,12 @@ def command_run(lines: Lines, result: PythonResult, hidden: HiddenTask) -> Comma
         return fail("timed_out")
     if [kind for kind, _ in lines].count("done") != 1 or result.exit_code != 0:
         return fail(f"verdict was ended before its time (exit {result.exit_code}): {first_line}")
-    runner = runner_of(hidden.test_command, hidden.runner)
+    runner = None if hidden.scripts else runner_of(hidden.test_command, hidden.runner)
     report = None
+    if hidden.scripts and said["exit"] != "none":
+        if "outcomes" not in said:
+            return fail(f"the parser of the task read nothing: {said.get('unread', '')[-200:]}")
+        report = parse_pro(unpacked(said["outcomes"]))
     if runner is not None:
         output = unpacked(said["output"]).decode(errors="replace")
         junit = unpacked(said["junit"]) if "junit" in said else None

@@ -1,11 +1,18 @@
 """Joins the parts of a program for the sandbox and compiles them once per process."""
 
+import re
 from functools import cache
 from pathlib import Path
 from types import CodeType
 
-PARTS = ("tree.py", "protected.py", "restore.py")
-"""Definitions that every program shares, in front of its own."""
+_OWN_IMPORT = re.compile(r"^from rlmix\.\S+ import (?:\([^)]*\)|.*)$", re.MULTILINE)
+SHARED = ("tree.py", "protected.py", "restore.py")
+PARTS = {
+    "unittest": SHARED,
+    "command": (*SHARED, "submission.py", "processes.py"),
+    "pro": (*SHARED, "submission.py", "processes.py"),
+}
+"""Files whose definitions stand in front of a program's own."""
 
 
 @cache
@@ -15,7 +22,7 @@ def program(name: str) -> CodeType:
     It finds two globals, `data` and `report_fd`, as `Sandbox.run_python` gives them.
     """
     folder = Path(__file__).parent
-    text = "\n".join((folder / part).read_text() for part in (*PARTS, f"{name}_main.py"))
+    text = "\n".join((folder / part).read_text() for part in (*PARTS[name], f"{name}_main.py"))
     # Imports of the parts from each other name what the joined text already defines.
-    lines = [line for line in text.split("\n") if not line.startswith("from rlmix.")]
-    return compile("\n".join(lines), f"verdict_{name}", "exec", dont_inherit=True)
+    text = _OWN_IMPORT.sub("", text)
+    return compile(text, f"verdict_{name}", "exec", dont_inherit=True)
