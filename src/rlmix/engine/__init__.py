@@ -1,1 +1,1 @@
-"""Sampler engines: the HTTP they speak, the client, the embedded server and a scripted fake."""
+"""Sampler engines: the HTTP they speak, the client, the embedded server, and two kinds of fakes."""
