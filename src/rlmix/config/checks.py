@@ -12,6 +12,13 @@ from rlmix.config.schema.pools import PoolConfig, records_experts
 from rlmix.config.schema.train import TrainConfig
 
 
+EXACT_TP = (1, 2, 4)
+"""Processes among which the sums of exact mode can be split (`numerics.consistent.contract`)."""
+
+EXACT_REFERENCE = ("weights=bf16", "activations=fp32", "kv=fp32")
+"""If all pools have these formats, exact mode rounds nothing, on either side."""
+
+
 def check_train(config: TrainConfig) -> Iterator[Problem]:
     """All problems between the keys of `conf/train.yaml`."""
     for check in CHECKS:
@@ -37,6 +44,12 @@ def _check_pools(config: TrainConfig) -> Iterator[Problem]:
                 allowed="use letters, digits, '_' and '-'",
             )
         yield from _check_accelerator(f"pools.{name}.accelerator", pool.accelerator, config)
+        if pool.ep > 0 and pool.tp % pool.ep:
+            yield Problem(
+                where=f"pools.{name}.ep",
+                what=f"got {pool.ep}, which does not divide pools.{name}.tp={pool.tp}",
+                allowed="experts are split among the accelerators of a replica",
+            )
         if pool.engine == "embedded":
             yield from _check_embedded(name, pool, config)
         yield from _check_urls(name, pool)
@@ -74,12 +87,19 @@ def _check_embedded(name: str, pool: PoolConfig, config: TrainConfig) -> Iterato
             what=f"got {shown(pool.attention)}, which the embedded engine does not reproduce",
             allowed=f"it takes {', '.join(names.EMBEDDED_ATTENTIONS)}",
         )
-    if pool.tp > 1:
+    if pool.tp > 1 and config.numerics.consistency != "exact":
         yield Problem(
             where=f"pools.{name}.tp",
             what=f"got {pool.tp}, and an embedded replica is one process",
             allowed="use 1",
-            hint=f"for more throughput raise pools.{name}.replicas",
+            hint=f"for more throughput raise pools.{name}.replicas; several processes share a "
+            "replica with numerics.consistency=exact only",
+        )
+    elif pool.tp not in EXACT_TP:
+        yield Problem(
+            where=f"pools.{name}.tp",
+            what=f"got {pool.tp}, with which exact sums cannot be the same as in one process",
+            allowed=f"use {', '.join(map(str, EXACT_TP))}",
         )
     if pool.engine_args:
         yield Problem(
@@ -88,6 +108,32 @@ def _check_embedded(name: str, pool: PoolConfig, config: TrainConfig) -> Iterato
             "no further arguments",
             hint="remove them",
         )
+
+
+def _check_exact(config: TrainConfig) -> Iterator[Problem]:
+    """Exact mode takes differences of order away, not those of formats."""
+    if config.numerics.consistency != "exact":
+        return
+    pools = config.pools.items()
+    if pools and all(_formats(pool) == EXACT_REFERENCE for _, pool in pools):
+        return
+    others = [
+        f"{name} ({', '.join(found)})"
+        for name, pool in pools
+        if (found := [part for part in _formats(pool) if not part.endswith("=bf16")])
+    ]
+    if others:
+        yield Problem(
+            where="numerics.consistency",
+            what=f"got exact, but these pools compute in other formats than the trainer: "
+            f"{', '.join(others)}",
+            hint="set weights, activations and kv of these pools to bf16 (experiment=exact does it "
+            "for the default pools), or numerics.consistency=native",
+        )
+
+
+def _formats(pool: PoolConfig) -> tuple[str, ...]:
+    return tuple(f"{key}={getattr(pool, key)}" for key in ("weights", "activations", "kv"))
 
 
 def _check_accelerator(where: str, name: str, config: TrainConfig) -> Iterator[Problem]:
@@ -294,6 +340,7 @@ def _check_eval(config: TrainConfig) -> Iterator[Problem]:
 
 CHECKS: Sequence[Callable[[TrainConfig], Iterator[Problem]]] = (
     _check_pools,
+    _check_exact,
     _check_sampling,
     _check_routing,
     _check_loop,

@@ -27,12 +27,6 @@ def cannot_run_yet(config: TrainConfig) -> Iterator[Problem]:
             what="benchmarks arrive with `rlmix eval`; this version plans them with --cfg plan and "
             "judges the last checkpoint on held-out tasks (loop.eval_tasks)",
         )
-    if config.numerics.consistency == "exact":
-        yield Problem(
-            where="numerics.consistency=exact",
-            what="operators that accumulate in one order on both sides arrive with the consistent "
-            "operators; this version computes natively and corrects the difference",
-        )
     if config.trainer.ranks > 1:
         yield Problem(
             where=f"trainer.ranks={config.trainer.ranks}",

@@ -159,6 +159,7 @@ RULES: dict[str, Rule] = {
     "pools.*.state": one_of(names.STATE_FORMATS),
     "pools.*.moe": TEXT,
     "pools.*.tp": at_least(1),
+    "pools.*.ep": at_least(1),
     "pools.*.max_running": at_least(1),
     "pools.*.memory_frac": within(0, 1, low_open=True, high_open=True),
     "pools.*.canary_tolerance_nats": above(0),

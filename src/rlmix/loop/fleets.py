@@ -97,7 +97,7 @@ def _replica(
         env=planned.env,
         log_path=run.logs / f"engine-{planned.name}.log",
         ready_path=run.path / READY_FOLDER / f"{planned.name}.json",
-        expected=_expected(pool),
+        expected=_expected(pool, consistency=config.numerics.consistency),
         token_env=TOKEN_VARIABLE if is_ours else config.sglang.api_key_env if is_external else None,
         admin_token_env=(
             ADMIN_TOKEN_VARIABLE
@@ -129,7 +129,7 @@ def _push(pool: PoolPlan, config: TrainConfig) -> PushSpec | None:
     )
 
 
-def _expected(pool: PoolPlan) -> dict[str, str]:
+def _expected(pool: PoolPlan, *, consistency: str) -> dict[str, str]:
     """What an engine must say of itself."""
     fields = {
         "accelerator": pool.accelerator,
@@ -139,7 +139,7 @@ def _expected(pool: PoolPlan) -> dict[str, str]:
         "attention": pool.attention,
     }
     if pool.engine == "embedded":
-        return fields
+        return fields | {"consistency": consistency}
     return fields | {
         "linear_attention": pool.linear_attention,
         "state": pool.state,

@@ -60,7 +60,16 @@ def trainer_spec(
         weights_store=str(store),
         views=tuple(views),
         pool_views={name: pool.weights for name, pool in config.pools.items()},
+        numerics=_numerics(config),
     )
+
+
+def _numerics(config: TrainConfig) -> str:
+    """How the trainer computes: as the pools do in exact mode, which share one format."""
+    if config.numerics.consistency == "native":
+        return "native"
+    is_rounded = any(pool.activations == "bf16" for pool in config.pools.values())
+    return "exact" if is_rounded else "exact_fp32"
 
 
 def worker_spec(

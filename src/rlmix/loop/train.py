@@ -183,11 +183,13 @@ class _Training:
             training_fleet(self.plan, config, run, model_dir=self.model_dir),
             held_version=lambda: self.progress.step,
         )
+        # Without staleness whatever is sampled ahead is thrown away.
+        open_steps = min(OPEN_STEPS, 1 + config.loop.max_staleness)
         rollout = Rollout(
             stream=stream,
             run_session=self._session_runner(runtime, experts_shape=loaded["experts_shape"]),
             group_size=config.loop.group_size,
-            max_open_groups=OPEN_STEPS * config.loop.sessions_per_step // config.loop.group_size,
+            max_open_groups=open_steps * config.loop.sessions_per_step // config.loop.group_size,
             concurrency=config.session.workers * config.session.concurrency,
             max_staleness=config.loop.max_staleness,
         )

@@ -38,6 +38,10 @@ EMULATED_SPEED = 1.0
 """Embedded replicas all run on the same CPU, whatever they stand for, so none is expected to be
 faster than another."""
 
+EXACT_CANARY_NATS = 1e-6
+"""Exact embedded replicas answer with the trainer's bits; the decimal form of a number moves less
+than this. Whatever is above was computed otherwise."""
+
 TOKEN_VARIABLE = "RLMIX_TOKEN"
 """Environment variable in which the run's servers find their bearer token."""
 
@@ -149,8 +153,11 @@ def _embedded(
         max_batch=REFERENCE_MAX_BATCH,
         usd_per_hour=price,
     )
+    shared = _shared(pool, chip, price, source)
+    if config.numerics.consistency == "exact":
+        shared["canary_tolerance_nats"] = EXACT_CANARY_NATS
     return PoolPlan(
-        **_shared(pool, chip, price, source),
+        **shared,
         is_emulated=True,
         argv=_embedded_argv(name, pool, config, python),
         env={**thread_limits(1), "PYTHONUNBUFFERED": "1"},
@@ -321,6 +328,8 @@ def _embedded_argv(
         "weight-version": "{weight_version}",
         "ready-file": "{ready_file}",
     }
+    if config.numerics.consistency == "exact":
+        arguments |= {"consistency": "exact", "tp-size": pool.tp, "ep-size": pool.ep}
     records = records_experts(pool, routing_replay=config.algo.routing_replay)
     switches = ("--enable-return-routed-experts",) if records else ()
     return (python, "-m", "rlmix.engine.embedded", *_flags(arguments), *switches)

@@ -85,14 +85,17 @@ def sglang_launch(
     elif pool.tp > 1:
         # Otherwise switched on for some chips only, which sums in another order.
         arguments["enforce-disable-flashinfer-allreduce-fusion"] = True
+    if pool.ep > 1:
+        arguments["ep-size"] = pool.ep
     if _is_exact(config):
-        arguments["enable-deterministic-inference"] = True
+        arguments |= _deterministic(pool, architecture)
     if records_experts(pool, routing_replay=config.algo.routing_replay) and facts.is_moe:
         arguments["enable-return-routed-experts"] = True
     arguments |= {str(key): value for key, value in pool.engine_args.items()}
     return Launch(
         argv=(python, "-m", "sglang.launch_server", *_flags(arguments)),
-        env=_environment(pool, architecture),
+        env=_environment(pool, architecture)
+        | (_deterministic_environment(pool, architecture) if _is_exact(config) else {}),
     )
 
 
@@ -105,6 +108,27 @@ def _on_cpu(pool: PoolConfig, config: TrainConfig) -> dict[str, Any]:
         "disable-overlap-schedule": True,
         "cuda-graph-max-bs-decode": False,
     }
+
+
+def _deterministic(pool: PoolConfig, architecture: str) -> dict[str, Any]:
+    """Sums that do not depend on the batch, and norms, activations and logprobs as FSDP trainers
+    compute them. SGLang sets what follows from the first by itself; it is named all the same."""
+    chosen: dict[str, Any] = {
+        "enable-deterministic-inference": True,
+        "rl-on-policy-target": "fsdp",
+    }
+    if architecture not in (NPU, CPU) and pool.tp > 1:
+        chosen["disable-custom-all-reduce"] = True
+    return chosen
+
+
+def _deterministic_environment(pool: PoolConfig, architecture: str) -> dict[str, str]:
+    if architecture == NPU:
+        return {"HCCL_DETERMINISTIC": "strict", "LCCL_DETERMINISTIC": "1"}
+    env = {"SGLANG_FLASHINFER_MOE_FUSED_FINALIZE": "0"}
+    if architecture != CPU and pool.tp > 1:
+        env["NCCL_ALGO"] = "allreduce:tree"
+    return env
 
 
 def _products(

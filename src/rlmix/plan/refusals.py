@@ -82,6 +82,21 @@ def embedded_faults(
     """Why an emulated pool would stand for numbers that no real one has."""
     for row in format_refusals(pool, config, facts):
         yield refusal_text(name, combination(pool, config, facts), row)
+    if pool.tp > 1 and (facts.heads % pool.tp or _is_uneven(facts.kv_heads, pool.tp)):
+        yield (
+            f"pools.{name}.tp: got {pool.tp}, but {facts.name} has {facts.heads} query heads and "
+            f"{facts.kv_heads} key heads, which {pool.tp} processes cannot share; use 1"
+        )
+    if pool.ep > 1 and facts.experts % pool.ep:
+        yield (
+            f"pools.{name}.ep: got {pool.ep}, but {facts.name} has {facts.experts} experts, which "
+            f"{pool.ep} processes cannot share; use 1"
+        )
+
+
+def _is_uneven(kv_heads: int, tp: int) -> bool:
+    """Neither holds every process whole key heads, nor every key head whole processes."""
+    return kv_heads % tp != 0 and tp % kv_heads != 0
 
 
 def judged(pool: PoolConfig, config: TrainConfig, facts: ModelFacts) -> Judgement:

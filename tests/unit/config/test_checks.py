@@ -162,7 +162,8 @@ def test_pools_are_checked_one_by_one() -> None:
         "pools.b300.accelerator: got 'l40s', which the embedded engine does not emulate; it "
         "emulates b300, b200, h200, h100, a100, rtx_pro_6000",
         "pools.h200.tp: got 2, and an embedded replica is one process; use 1; "
-        "for more throughput raise pools.h200.replicas",
+        "for more throughput raise pools.h200.replicas; several processes share a replica with "
+        "numerics.consistency=exact only",
         "pools.h100.accelerator: got 'h10'; accelerators has b300, b200, h200, h100, a100, "
         "rtx_pro_6000, ascend_910c, cpu, l40s; did you mean h100?",
         "pools.a100.engine_args: got page_size, and the embedded engine takes no further "

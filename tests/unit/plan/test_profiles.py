@@ -114,18 +114,51 @@ def test_pools_over_several_accelerators_sum_in_one_way() -> None:
     assert fused not in flags("h200_bf16")
 
 
-def test_exact_numerics_switch_determinism_on() -> None:
-    plan = planned(
-        "numerics.consistency=exact",
-        "pools.b300.attention=triton",
-        "pools.b200.attention=triton",
-        *(f"pools.{name}.linear_attention=triton" for name in POOLS),
-    )
-    for pool in plan.pools.values():
-        given = parsed(pool.argv)
+EXACT = (
+    "numerics.consistency=exact",
+    "pools.b200.attention=flashinfer",
+    "pools.b200.linear_attention=triton",
+    "+pool@pools.h100=sglang_h100_bf16",
+    "pools.h100.kv=bf16",
+    "pools.h100.linear_attention=triton",
+    "pools.h100.max_running=16",
+)
+
+
+def test_exact_numerics_switch_determinism_on_for_each_accelerator() -> None:
+    plan = planned(*EXACT, experiment="qwen36_b200")
+    for name, attention in (("b200", "flashinfer"), ("h100", "fa3")):
+        given = parsed(plan.pools[name].argv)
         assert given["enable-deterministic-inference"] is True
+        assert given["rl-on-policy-target"] == "fsdp"
+        assert given["attention-backend"] == attention
         assert given["bf16-gemm-backend"] == "torch"
-    assert "enable-deterministic-inference" not in flags("b200")
+        assert given["kv-cache-dtype"] == "bf16"
+        assert plan.pools[name].env["SGLANG_FLASHINFER_MOE_FUSED_FINALIZE"] == "0"
+    # Two H100s add up over the network; one B200 does not.
+    assert parsed(plan.pools["h100"].argv)["disable-custom-all-reduce"] is True
+    assert plan.pools["h100"].env["NCCL_ALGO"] == "allreduce:tree"
+    assert "disable-custom-all-reduce" not in parsed(plan.pools["b200"].argv)
+    assert "NCCL_ALGO" not in plan.pools["b200"].env
+    assert not {"enable-deterministic-inference", "rl-on-policy-target"} & set(flags("b200"))
+
+
+def test_exact_numerics_on_an_npu_make_its_collectives_deterministic() -> None:
+    npu = planned(
+        *EXACT,
+        "+pool@pools.npu=sglang_ascend_910c_bf16",
+        "accelerators.ascend_910c.usd_per_hour=1.5",
+        experiment="qwen36_b200",
+    ).pools["npu"]
+    assert parsed(npu.argv)["enable-deterministic-inference"] is True
+    assert npu.env["HCCL_DETERMINISTIC"] == "strict"
+    assert "NCCL_ALGO" not in npu.env
+
+
+def test_experts_are_split_where_the_pool_says_so() -> None:
+    plan = planned("pools.h100_bf16.ep=2")
+    assert parsed(plan.pools["h100_bf16"].argv)["ep-size"] == "2"
+    assert "ep-size" not in flags("h100_bf16")
 
 
 def test_routing_replay_asks_for_the_experts() -> None:

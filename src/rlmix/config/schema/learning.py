@@ -88,3 +88,4 @@ class WeightsConfig:
 @dataclass(kw_only=True, slots=True)
 class NumericsConfig:
     consistency: str
+    """`exact`: trainer and pools use operators with one order of additions."""

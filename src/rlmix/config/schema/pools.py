@@ -53,6 +53,8 @@ class PoolConfig:
     """MoE kernel of the engine."""
     tp: int
     """Accelerators of one replica."""
+    ep: int
+    """Of these, how many share the experts; each holds whole ones."""
     max_running: int
     """Requests that one replica works on at a time."""
     memory_frac: float
