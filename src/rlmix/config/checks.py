@@ -11,7 +11,6 @@ from rlmix.config.problems import Problem, did_you_mean, shown
 from rlmix.config.schema.pools import PoolConfig, records_experts
 from rlmix.config.schema.train import TrainConfig
 
-
 EXACT_TP = (1, 2, 4)
 """Processes among which the sums of exact mode can be split (`numerics.consistent.contract`)."""
 
