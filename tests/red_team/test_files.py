@@ -87,7 +87,7 @@ def test_hidden_tests_on_the_host_are_not_found(lab: Lab) -> None:
             f"cat /proc/*/root{hidden} /proc/*/cwd/test_hidden.py; echo tried: root; "
             "grep -rl assert_total_is_9f3a7[7] $PWD /tmp /run /dev/shm; echo tried: grep; "
             "cat /proc/*/environ | grep -a assert_total_is_9f3a7[7]; echo tried: environ; "
-            f"cat /proc/{os.getpid()}/fd/{memory} /proc/*/fd/*; echo tried: descriptors; "
+            f"timeout 3 cat /proc/{os.getpid()}/fd/{memory} /proc/*/fd/*; echo tried: descriptors; "
             "for pid in /proc/[0-9]*; do grep -a -c assert_total_is_9f3a7[7] $pid/mem $pid/maps; "
             "done 2>&1 | grep ':[1-9]'; echo tried: memory",
             timeout_s=60,
