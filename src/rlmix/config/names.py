@@ -40,6 +40,8 @@ BUNDLED_SOURCES = ("generated",)
 """Tasks whose code came with rlmix; weak isolation is enough for them."""
 ROUTER_POLICIES = ("shortest_delay", "least_sessions")
 ROUTER_SPEEDS = ("prior", "observed")
+ROUTER_VIEWS = ("strict", "prefer")
+ROUTER_PLACEMENTS = ("free", "pack", "spread")
 PAUSE_MODES = ("in_place", "retract", "abort")
 WEIGHT_TRANSPORTS = ("disk", "distributed")
 LAUNCH_BACKENDS = ("local",)

@@ -78,6 +78,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--request-timeout-s", type=float, default=600.0)
     add("--idle-expiry-s", type=float, default=1800.0)
     add("--max-sessions", type=int, default=100_000, help="in memory; further ones are spilled")
+    add(
+        "--admit-batches",
+        type=float,
+        default=4.0,
+        help="batches of requests that a replica may have and still be given new sessions",
+    )
     add("--max-waiting", type=int, default=4096, help="requests that wait for a place")
     add("--probe-every-s", type=float, default=1.0, help="0: replicas are never asked")
     add("--stall-timeout-s", type=float, default=120.0)
@@ -88,6 +94,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--shard-index", type=int, help=argparse.SUPPRESS)
     add("--parent-pid", type=int, help=argparse.SUPPRESS)
     return parser  # fmt: skip
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    return make_parser().parse_args(argv)
 
 
 def read_token(variable: str | None) -> str | None:
@@ -114,7 +124,9 @@ def make_spec(arguments: argparse.Namespace) -> RouterSpec:
         replicas = parse_replicas(arguments.replica, arguments.speed, arguments.roofline)
     except ValueError as error:
         raise ConfigError(f"router: {error}") from None
-    for name in ("queue_timeout_s", "request_timeout_s", "idle_expiry_s", "stall_timeout_s"):
+    for name in (
+        "queue_timeout_s", "request_timeout_s", "idle_expiry_s", "stall_timeout_s", "admit_batches",
+    ):  # fmt: skip
         if not getattr(arguments, name) > 0:
             raise ConfigError(f"router: --{name.replace('_', '-')}: give a number above 0")
     if arguments.shards < 1:
@@ -139,6 +151,7 @@ def make_spec(arguments: argparse.Namespace) -> RouterSpec:
         staleness_s=arguments.staleness_s,
         ramp_s=arguments.ramp_s,
         max_waiting=arguments.max_waiting,
+        admit_batches=arguments.admit_batches,
         probe_every_s=arguments.probe_every_s,
         stall_timeout_s=arguments.stall_timeout_s,
         replicas=replicas,
@@ -208,7 +221,7 @@ async def serve(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = make_parser().parse_args(sys.argv[1:] if argv is None else argv)
+    arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
     if arguments.parent_pid is not None:
         die_with_parent(arguments.parent_pid)
     logging.basicConfig(

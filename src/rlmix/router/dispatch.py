@@ -260,8 +260,10 @@ class Dispatcher:
                 cached_tokens=facts.cached_tokens,
             )
             upstream.health_record.success(now_s=now_s)
-            if facts.output_tokens is not None:
-                self._registry.observe_output(facts.output_tokens)
+            uncached = None
+            if facts.cached_tokens is not None and call.facts.context_tokens:
+                uncached = max(0, call.facts.context_tokens - facts.cached_tokens)
+            self._registry.observe_turn(output_tokens=facts.output_tokens, uncached_tokens=uncached)
             session.context_tokens = call.facts.context_tokens + (facts.output_tokens or 0)
             if not session.view and upstream.view:
                 session.view = upstream.view

@@ -32,7 +32,8 @@ from rlmix.router.waiting import Waiter, WaitingRoom
 WAITS_FOR = (Refusal.NONE_READY, Refusal.ALL_FULL)
 """Refusals that time may cure while the request waits here."""
 
-OUTPUT_MEMORY_TURNS = 256.0
+MEMORY_TURNS = 256.0
+"""Of the means over all sessions."""
 
 
 class Registry:
@@ -48,6 +49,7 @@ class Registry:
         staleness_s: float = 0.0,
         ramp_s: float = 0.0,
         max_waiting: int = 1 << 30,
+        admit_batches: float = 4.0,
         rules: HealthRules | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -57,6 +59,7 @@ class Registry:
         self._staleness_s = staleness_s
         self._ramp_s = ramp_s
         self._max_waiting = max_waiting
+        self._admit_batches = admit_batches
         self._rules = rules
         self._clock = clock
         self._upstreams: dict[str, Upstream] = {}
@@ -67,6 +70,8 @@ class Registry:
         """Share of an open session's time that it spends in the model; see `observe_session`."""
         self.mean_output_tokens = 256.0
         """Of a turn, over all sessions."""
+        self.mean_uncached_tokens = 0.0
+        """Prompt tokens of a turn that were not cached, over all sessions."""
         self._model_s = 1.0
         self._tool_s = 1.0
 
@@ -80,7 +85,12 @@ class Registry:
 
     @property
     def weights(self) -> Weights:
-        return Weights(busy_frac=self.busy_frac, staleness_s=self._staleness_s)
+        return Weights(
+            busy_frac=self.busy_frac,
+            uncached_tokens=self.mean_uncached_tokens,
+            admit_batches=self._admit_batches,
+            staleness_s=self._staleness_s,
+        )
 
     def put(self, record: ReplicaRecord) -> Upstream:
         """Add a replica, replace it (its URL changed, or it was lost), or change its facts."""
@@ -196,9 +206,14 @@ class Registry:
             self._tool_s = self._tool_s * keep + tool_s
         self.busy_frac = self._model_s / (self._model_s + self._tool_s)
 
-    def observe_output(self, tokens: int) -> None:
-        """A turn had so many sampled tokens."""
-        self.mean_output_tokens += (tokens - self.mean_output_tokens) / OUTPUT_MEMORY_TURNS
+    def observe_turn(self, *, output_tokens: int | None, uncached_tokens: int | None) -> None:
+        """A turn had so many sampled tokens, and so many to prefill; None: nobody said."""
+        if output_tokens is not None:
+            change = output_tokens - self.mean_output_tokens
+            self.mean_output_tokens += change / MEMORY_TURNS
+        if uncached_tokens is not None:
+            change = uncached_tokens - self.mean_uncached_tokens
+            self.mean_uncached_tokens += change / MEMORY_TURNS
 
     def refresh_speeds(self) -> None:
         """Fit every replica's times anew; cheap, called on changes and every second."""

@@ -77,6 +77,9 @@ class RouterSpec:
     """What a weight version behind the newest costs a replica, as delay."""
     ramp_s: float = 0.0
     """Over this time a new replica's share of new sessions grows to its whole batch."""
+    admit_batches: float = 4.0
+    """Batches of requests that a replica may have, running and waiting, and still be given new
+    sessions."""
     max_waiting: int = 4096
     """Requests that may wait for a place; one more is answered 503 at once."""
     probe_every_s: float = 1.0
@@ -120,6 +123,7 @@ class Router:
             staleness_s=spec.staleness_s,
             ramp_s=spec.ramp_s,
             max_waiting=spec.max_waiting,
+            admit_batches=spec.admit_batches,
         )
         self.store = SessionStore(spec.store_path)
         self.sessions: SessionTable[Upstream] = SessionTable(

@@ -135,6 +135,12 @@ class Weights:
 
     busy_frac: float = 0.5
     """Share of an open session's time that it has a request under way, 0 to 1."""
+    uncached_tokens: float = 0.0
+    """Prompt tokens that a turn brings to prefill on the mean; decoding stands still meanwhile."""
+    admit_batches: float = 4.0
+    """A new session is placed while its replica has fewer than so many batches of requests, running
+    and waiting. Sessions come back to their replica whatever it has to do, so one that waited here
+    until a place is free would be overtaken by them for good; where it waits shortest counts."""
     staleness_s: float = 0.0
     """What one version behind the newest replica costs: a sample made there ages sooner."""
 
@@ -156,22 +162,33 @@ def work(candidate: Candidate, busy_frac: float) -> float:
 
 def expected_delay_s(candidate: Candidate, ask: Ask, weights: Weights) -> float:
     """Seconds until this request's turn would be done there: what waits to be prefilled, its own
-    uncached prompt, and its tokens at the step time of the batch it joins; beyond the engine's
-    batch it queues for as long as that many turns take.
+    uncached prompt, its tokens at the step time of the batch it joins, and what the others of that
+    batch prefill meanwhile; beyond the engine's batch it queues for as long as that many turns
+    take. KV tokens that are all taken make a smaller batch.
 
     Source: shortest expected delay for unequal servers, argmin (q + 1) / mu, arXiv:1509.03535, with
     a rate that depends on the batch.
     """
     model = candidate.model
     batch = work(candidate, weights.busy_frac) + 1.0
-    running = min(batch, float(candidate.max_running))
     mean_context = candidate.mean_context_tokens
+    running = min(batch, most_running(candidate, ask))
     step_s = model.step_s(running, mean_context * (running - 1.0) + ask.context_tokens)
-    turn_s = ask.output_tokens * step_s
-    queue_s = turn_s * (batch - running) / candidate.max_running
+    others_s = (running - 1.0) * weights.uncached_tokens * model.prefill_token_s
+    turn_s = ask.output_tokens * step_s + others_s
+    queue_s = turn_s * (batch - running) / running
     cached = ask.cached_tokens if ask.cached_on == candidate.name else 0
     uncached = max(0, ask.context_tokens - cached)
     return queue_s + (candidate.waiting_tokens + uncached) * model.prefill_token_s + turn_s
+
+
+def most_running(candidate: Candidate, ask: Ask) -> float:
+    """Requests that it can really run at a time: its batch, or as many as its KV tokens hold."""
+    most = float(candidate.max_running)
+    each = max(candidate.mean_context_tokens, 1.0) + ask.output_tokens
+    if candidate.max_total_tokens is not None and candidate.mean_context_tokens > 0:
+        most = min(most, candidate.max_total_tokens / each)
+    return max(1.0, most)
 
 
 def shortest_delay(candidate: Candidate, ask: Ask, weights: Weights) -> tuple[float, ...]:
@@ -194,14 +211,16 @@ STRATEGIES: Mapping[str, Strategy] = {
 }
 
 
-def has_room(candidate: Candidate, ask: Ask) -> bool:
-    """Guards of one replica: running requests or state slots, and KV tokens."""
-    if candidate.in_flight + candidate.peers_in_flight >= candidate.max_running:
+def has_room(candidate: Candidate, ask: Ask, admit_batches: float) -> bool:
+    """Guards of one replica: running requests or state slots, and KV tokens; of `admit_batches`
+    batches, since what waits in the engine takes neither yet."""
+    in_flight = candidate.in_flight + candidate.peers_in_flight
+    if in_flight >= admit_batches * candidate.max_running:
         return False
     limit = candidate.max_total_tokens
     # A single request that is larger than the limit is the engine's to judge, on an empty replica.
     needed = candidate.reserved_tokens + ask.total_tokens
-    return limit is None or candidate.in_flight == 0 or needed <= limit
+    return limit is None or candidate.in_flight == 0 or needed <= admit_batches * limit
 
 
 def fits(candidate: Candidate, ask: Ask) -> bool:
@@ -249,7 +268,7 @@ def choose_replica(
         if ask.min_version is not None and one.version < ask.min_version:
             continue
         is_new_enough = True
-        if has_room(one, ask) and one.name not in closed:
+        if has_room(one, ask, weights.admit_batches) and one.name not in closed:
             eligible.append(one)
     if not eligible:
         if is_new_enough:

@@ -64,6 +64,8 @@ def test_known_names_are_those_that_the_rooms_implement() -> None:
     from rlmix.loop.specs import BUNDLED_SOURCES
     from rlmix.numerics.view_spec import VIEWS
     from rlmix.observe.sinks import SINKS
+    from rlmix.router.dispatch import VIEWS as ROUTER_VIEWS
+    from rlmix.router.groups import PLACEMENTS
     from rlmix.router.strategies import STRATEGIES
     from rlmix.sandbox.backend import AUTO, BACKENDS
     from rlmix.sandbox.containers import ENGINES
@@ -83,6 +85,8 @@ def test_known_names_are_those_that_the_rooms_implement() -> None:
     assert set(names.EMULATED) == set(profile.KERNELS) - {"cpu"}
     assert set(SINKS) == {"tensorboard", "wandb", "mlflow"}
     assert set(names.ROUTER_POLICIES) == set(STRATEGIES)
+    assert set(names.ROUTER_VIEWS) == set(ROUTER_VIEWS)
+    assert set(names.ROUTER_PLACEMENTS) == set(PLACEMENTS)
     assert set(names.SANDBOX_BACKENDS) == {AUTO, *BACKENDS}
     assert set(names.CONTAINER_BACKENDS) == set(ENGINES)
     assert names.BUNDLED_SOURCES == BUNDLED_SOURCES

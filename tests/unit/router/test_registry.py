@@ -21,6 +21,7 @@ def record(name="a", **changes) -> ReplicaRecord:
 
 
 def make_registry(*records: ReplicaRecord, observe_speeds=False, **options) -> Registry:
+    options = {"admit_batches": 1.0, **options}
     strategy = STRATEGIES["shortest_delay"]
     registry = Registry(strategy=strategy, observe_speeds=observe_speeds, **options)
     for one in records:

@@ -252,7 +252,8 @@ def test_full_replicas_make_new_sessions_wait_and_an_answer_lets_one_in(stage):
         assert "all ready replicas are full" in answer.body["error"]
         assert (await blocked).status == 200
 
-    run(stage, scenario, "--queue-timeout-s", "1", replicas=("a",), max_running=1)
+    options = ("--queue-timeout-s", "1", "--admit-batches", "1")
+    run(stage, scenario, *options, replicas=("a",), max_running=1)
 
 
 def test_a_draining_replica_keeps_its_sessions_and_gets_no_new_one(stage):

@@ -22,7 +22,23 @@ class ModelConfig:
 class RouterConfig:
     policy: str
     speeds: str
-    """`prior`: the plan's speeds; `observed`: corrected by what the replicas have shown."""
+    """`prior`: the plan's speeds; `observed`: fitted to what the replicas show."""
+    view: str
+    """`strict`: a session never changes its weight view; `prefer`: only when it must."""
+    placement: str
+    """Of a group's sessions over the pools: `free`, `pack` or `spread`."""
+    break_affinity_s: float
+    """A session leaves a living replica when it would be done this much sooner elsewhere."""
+    staleness_s: float
+    """Delay that a weight version behind the newest counts as."""
+    ramp_s: float
+    """Over this time a new replica's share of new sessions grows to its whole batch."""
+    admit_batches: float
+    """Batches of requests that a replica may have and still be given new sessions."""
+    shards: int
+    """Processes behind the router's address."""
+    max_waiting: int
+    """Requests that may wait for a place; one more is refused at once."""
     queue_timeout_s: float
     request_timeout_s: float
     idle_expiry_s: float
