@@ -19,10 +19,9 @@ from torch import Tensor
 
 from rlmix.numerics.consistent.contract import MASKED, Tiling, min_rows, rounded
 
-BLOCK_SCORES = 1 << 17
-"""Scores computed at once: with their probabilities 1 MiB, the second-level cache of a core. Four
-times as many cost a quarter more time."""
-
+BLOCK_SCORES = 1 << 18
+"""Scores computed at once: 1 MiB, which the probabilities take over; about the second-level cache
+of a core."""
 
 KEPT_SCORES = 1 << 23
 """Up to so many scores of a call (32 MiB) their probabilities are kept for the gradient, which
