@@ -56,6 +56,56 @@ def expected(topic: str, engine) -> object:
     return getattr(DIFFERENCES[topic], engine.kind)
 
 
+SGLANG_KEYS = {
+    "/v1/loads": {
+        "timestamp",
+        "version",
+        "accelerator",
+        "num_accelerators",
+        "loads",
+        "dp_rank",
+        "num_running_reqs",
+        "num_waiting_reqs",
+        "num_waiting_uncached_tokens",
+        "num_used_tokens",
+        "num_total_tokens",
+        "num_active_tokens",
+        "num_prealloc_ready_tokens",
+        "max_total_num_tokens",
+        "max_running_requests",
+        "token_usage",
+        "gen_throughput",
+        "cache_hit_rate",
+        "utilization",
+        "total_prefill_uncached_tokens",
+        "total_prefill_busy_us",
+        "decode_moments",
+        "memory",
+        "queues",
+    },
+    "/server_info": {
+        "status",
+        "version",
+        "model_path",
+        "served_model_name",
+        "weight_version",
+        "max_total_num_tokens",
+        "max_req_input_len",
+        "max_running_requests",
+        "context_length",
+        "dtype",
+        "quantization",
+        "kv_cache_dtype",
+        "attention_backend",
+        "moe_runner_backend",
+        "tp_size",
+        "random_seed",
+        "startup_time",
+    },
+    "/model_info": {"model_path", "weight_version", "is_generation"},
+}
+"""What the real server answers and ours have of it; it has hundreds more in /server_info."""
+
 DOCUMENT_EXTRAS = {
     "/v1/loads": {
         "emulated",
@@ -69,6 +119,8 @@ DOCUMENT_EXTRAS = {
         "accelerator",
         "emulated",
         "weights",
+        "view",
+        "consistency",
         "activations",
         "kv",
         "attention",

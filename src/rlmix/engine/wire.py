@@ -6,9 +6,9 @@ in shape. The client's side of the same shapes is `rlmix.engine.answers`.
 """
 
 import base64
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -210,7 +210,7 @@ def loads_document(
         },
     }
     return {
-        "timestamp": time.time(),
+        "timestamp": datetime.now(UTC).isoformat(),
         "version": engine_version,
         "accelerator": accelerator,
         "num_accelerators": 1,
@@ -255,7 +255,7 @@ def server_info_document(
         "moe_runner_backend": numerics.moe,
         "tp_size": numerics.tp,
         "random_seed": seed,
-        "startup_time": startup_s,
+        "startup_time": {"tokenizer_e2e": startup_s},
         "engine": numerics.engine,
         "accelerator": numerics.accelerator,
         "emulated": numerics.is_emulated,

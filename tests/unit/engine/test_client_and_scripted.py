@@ -1,6 +1,8 @@
 """The client against the scripted engine over real HTTP."""
 
 import asyncio
+import json
+import sys
 import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -240,6 +242,34 @@ def test_a_bad_answer_is_an_error_and_never_a_turn(fault, error, text, json_only
             with pytest.raises(error, match=text):
                 await client.generate(request())
             assert (await client.generate(request())).output_ids, "the next turn is good again"
+
+    run(scenario())
+
+
+def test_a_slow_answer_is_waited_for_and_an_engine_that_dies_is_an_error(tmp_path):
+    async def scenario():
+        async with serving() as (engine, client):
+            engine.fail_next("slow")
+            assert (await client.generate(request())).output_ids
+        argv = [
+            *(sys.executable, "-m", "rlmix.engine.scripted", "--model-path", str(tmp_path)),
+            *("--accelerator", "h100", "--weights", "bf16", "--kv", "bf16", "--attention", "fa3"),
+            *("--max-running-requests", "4", "--ready-file", str(tmp_path / "ready")),
+        ]
+        child = await asyncio.create_subprocess_exec(*argv)
+        try:
+            while not (tmp_path / "ready").exists():
+                await asyncio.sleep(0.02)
+            client = EngineClient(json.loads((tmp_path / "ready").read_text())["url"], timeout_s=60)
+            await client.post_json("/faults", {"fault": "exit"})
+            with pytest.raises(EngineError, match="connection lost"):
+                await client.generate(request())
+            assert await child.wait() == 1
+            await client.close()
+        finally:
+            if child.returncode is None:
+                child.kill()
+                await child.wait()
 
     run(scenario())
 

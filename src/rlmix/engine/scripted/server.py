@@ -110,7 +110,7 @@ class ScriptedEngine:
             ("GET", "/health"): self._ping,
             ("GET", "/ready"): self._ready,
             ("GET", "/server_info"): self._info,
-            ("GET", "/model_info"): self._info,
+            ("GET", "/model_info"): self._model_info,
             ("GET", "/v1/loads"): self._loads,
             **self._pushes.routes(),
         }
@@ -401,6 +401,15 @@ class ScriptedEngine:
                 startup_s=0.0,
                 seed=0,
             )
+        )
+
+    async def _model_info(self, call: Call) -> web.Response:
+        return reply_json(
+            {
+                "model_path": self.model_path,
+                "weight_version": str(self.weight_version),
+                "is_generation": True,
+            }
         )
 
     async def _loads(self, call: Call) -> web.Response:
