@@ -96,7 +96,7 @@ def imports_of(path: Path) -> Iterator[Import]:
                 yield Import(path, node.lineno, node.module)
 
 
-FILES = sorted(SRC.rglob("*.py"))
+FILES = sorted(path for path in SRC.rglob("*.py") if "mini" not in path.parts)
 IMPORTS = [found for path in FILES for found in imports_of(path)]
 
 

@@ -126,6 +126,10 @@ class PreparedSource:
                 return record["diff"].encode()
         return b""
 
+    def record(self, task_id: str) -> dict[str, Any]:
+        """What `tasks.jsonl` says of a task."""
+        return dict(self._find(task_id))
+
     def _find(self, task_id: str) -> dict[str, Any]:
         if task_id not in self._public:
             raise DataError(f"tasks: {task_id!r} is not in {self._folder}/tasks.jsonl")

@@ -1,0 +1,2 @@
+def shown(cents):
+    return f'{cents // 100}.{cents % 100}'

@@ -1,0 +1,1 @@
+PLUGINS = {'Upper': str.upper, 'Lower': str.lower}

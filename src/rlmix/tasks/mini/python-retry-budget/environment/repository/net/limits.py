@@ -1,0 +1,1 @@
+MAX_DELAY_S = 300
