@@ -21,8 +21,9 @@ EVAL_FORMAT = "bf16"
 NUM_EVAL_REPLICAS = 2
 
 NO_EVALUATION = (
-    "loop.eval_tasks: the closing evaluation is served in BF16 by an embedded pool or by real "
-    "servers with BF16 weights, and there is none; set loop.eval_tasks=0, or add such a pool"
+    "loop.eval_tasks: the closing evaluation is served in BF16 by an embedded pool, or by real "
+    "servers with BF16 weights and cache, and there is none; set loop.eval_tasks=0, or add "
+    "such a pool"
 )
 
 CANARY_ISSUES = (
@@ -60,14 +61,24 @@ def eval_fleet(
     if chosen is None:
         raise LaunchError(NO_EVALUATION)
     pool = _in_bf16(chosen)
-    replicas = [_replica(pool, EVAL_POOL, index, config, run) for index in range(NUM_EVAL_REPLICAS)]
+    # Real servers stand on accelerators that the pool has; embedded ones take what the machine has.
+    count = NUM_EVAL_REPLICAS
+    if pool.engine != "embedded":
+        count = min(count, pool.replicas)
+    replicas = [_replica(pool, EVAL_POOL, index, config, run) for index in range(count)]
     return _fleet(replicas, config, store=store, model_dir=model_dir)
 
 
 def evaluating_pool(plan: RunPlan) -> PoolPlan | None:
     """The first embedded pool; else the first of real servers that rlmix starts in BF16."""
     pools = list(plan.pools.values())
-    real = [pool for pool in pools if pool.engine == "sglang" and pool.weights == EVAL_FORMAT]
+    real = [
+        pool
+        for pool in pools
+        if pool.engine == "sglang"
+        and pool.replicas
+        and (pool.weights, pool.kv) == (EVAL_FORMAT, EVAL_FORMAT)
+    ]
     return next(iter([pool for pool in pools if pool.engine == "embedded"] + real), None)
 
 

@@ -37,7 +37,7 @@ def test_accelerators_are_counted(tmp_path: Path) -> None:
     python.chmod(0o755)
     asked = (
         "experiment=qwen36_b200", "pools.b200.replicas=3", f"sglang.python={python}",
-        "trainer.device=cpu", "loop.eval_tasks=0",
+        "trainer.device=cpu", "loop.eval_tasks=0", "tasks.source=generated",
     )  # fmt: skip
     (tmp_path / "nvidia0").touch()
     (tmp_path / "nvidia1").touch()
@@ -54,8 +54,9 @@ def test_the_evaluation_is_served_by_an_embedded_pool_or_by_real_ones_in_bf16() 
     assert evaluating_pool(plan) is plan.pools["b200"]
     real = plan.pools["sglang"]
     assert evaluating_pool(replace(plan, pools={"sglang": real})) is real
-    quantised = replace(real, weights="nvfp4")
-    assert evaluating_pool(replace(plan, pools={"sglang": quantised})) is None
+    for changes in ({"weights": "nvfp4"}, {"kv": "fp8"}, {"replicas": 0}):
+        changed = replace(real, **changes)
+        assert evaluating_pool(replace(plan, pools={"sglang": changed})) is None
     (line,) = faults(
         "experiment=tiny_sglang", "loop.eval_tasks=4", "~pools.b200",
         "pools.sglang.engine=sglang_external", "pools.sglang.urls=[http://127.0.0.1:30000]",
