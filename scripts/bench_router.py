@@ -53,7 +53,7 @@ QUICK_ONLY = ("sglang_router_cache_aware", "sglang_router_power_of_two",
               "sglang_router_round_robin", "round_robin_direct")  # fmt: skip
 
 
-FULL_LOAD, QUICK_FULL_LOAD = (84, 140), (84, 84)
+FULL_LOAD, QUICK_FULL_LOAD = (84, 140), (64, 64)
 """Of the three replicas with 16 places each whose speeds are 4 : 2 : 1: all of them are wanted, so
 a router that leaves none idle uses them in proportion to their speeds."""
 
