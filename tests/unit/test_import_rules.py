@@ -42,10 +42,10 @@ ALLOWED: dict[str, str] = {
     "weights": "core observe numerics",
     "trainer": "core algos numerics batch weights observe model",
     "launch": "core plan observe",
-    "scaling": "core observe plan",
+    "scaling": "core config.schema observe plan router.states router.step_model router.strategies",
     "loop": LOOP,
     "evals": LOOP,
-    "cli": "core config plan observe model sandbox loop evals",
+    "cli": "core config plan observe model sandbox scaling loop evals",
 }
 """Room -> what it may import, besides itself: rooms, or single modules of a room."""
 
