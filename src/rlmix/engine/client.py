@@ -18,8 +18,11 @@ from rlmix.core.errors import EngineError
 from rlmix.engine.answers import parse_document, parse_frame
 from rlmix.engine.protocol import (
     GENERATION_TYPE,
+    GROUP_HEADER,
     MIN_VERSION_HEADER,
+    REQUEST_ID_HEADER,
     SESSION_HEADER,
+    TIMEOUT_HEADER,
     EngineRefused,
     GenerateRequest,
     Generation,
@@ -75,7 +78,10 @@ class EngineClient:
             **self._headers,
             "Accept": f"{GENERATION_TYPE}, application/json;q=0.5",
             SESSION_HEADER: request.session_id,
+            REQUEST_ID_HEADER: request.request_id,
         }
+        if request.group_id:
+            headers[GROUP_HEADER] = request.group_id
         if request.min_version is not None:
             headers[MIN_VERSION_HEADER] = str(request.min_version)
         waiting_for = "an answer"
@@ -84,6 +90,8 @@ class EngineClient:
             async with asyncio.timeout(self._timeout_s):
                 tries = 0
                 while True:
+                    left_s = self._timeout_s - (time.monotonic() - started_s)
+                    headers[TIMEOUT_HEADER] = f"{max(left_s, 0.0):.3f}"
                     try:
                         status, raw, answer_headers = await self._send(
                             "POST", "/generate", body, headers

@@ -25,6 +25,10 @@ POOL_HEADER = "X-Rlmix-Pool"
 REPLICA_HEADER = "X-Rlmix-Replica"
 NUMERICS_HEADER = "X-Rlmix-Numerics"
 REHOMED_HEADER = "X-Rlmix-Rehomed"
+GROUP_HEADER = "X-Group-Id"
+REQUEST_ID_HEADER = "X-Request-Id"
+TIMEOUT_HEADER = "X-Timeout-S"
+"""Seconds that the sender still waits; a router passes on what is left of them."""
 
 RECORD_MODES = ("support", "head", "none")
 
@@ -95,6 +99,8 @@ class GenerateRequest:
     """With `support` and at least 1, a head of that many is reported beside the kept sets."""
     min_version: int | None = None
     """Oldest acceptable weight version; a replica that is behind answers 409."""
+    group_id: str = ""
+    """Of the session's group, for a router that places groups."""
     cache_salt: str | None = None
     """Prefixes are shared only among requests of one salt. None: among all that have none."""
     experts_shape: tuple[int, int] | None = None

@@ -1,8 +1,8 @@
 """The router's process, kept alive: when it dies it comes back at the same address.
 
 Sessions that were waiting for an answer end void and are sampled again; those that ask meanwhile
-try again for some seconds. The fleet notices that the new router knows no replica and registers
-them all.
+try again for some seconds, and go on where they were. The fleet notices that the new router knows
+no replica and registers them all.
 """
 
 import asyncio
@@ -15,6 +15,9 @@ from rlmix.plan.runplan import RouterPlan
 
 READY_FOLDER = "ready"
 """Folder of the run in which servers say that they serve, and where."""
+
+STATE_FOLDER = "router"
+"""Folder of the run in which the router keeps sessions' homes."""
 
 READY_LIMIT_S = 30.0
 RESTART_DELAY_S = 0.5
@@ -68,6 +71,8 @@ class RouterProcess:
         ready_path = self._run.path / READY_FOLDER / "router.json"
         argv = [word.replace("{ready_file}", str(ready_path)) for word in self._plan.argv]
         argv[argv.index("--port") + 1] = self._port
+        # So that sessions find their replica and keep their weight view over a restart.
+        argv += ["--state-dir", str(self._run.path / STATE_FOLDER)]
         return ChildProcess.start(
             argv,
             name="router",

@@ -223,6 +223,7 @@ class Slot:
             "pool": self.spec.pool,
             "url": self.info.url,
             "numerics_key": self.info.numerics_key,
+            "view": self.spec.view,
             "speed": self.spec.speed,
             "max_running": self.spec.max_running,
             "version": self.version,

@@ -1,6 +1,7 @@
 """Replicas as the command line names them: NAME=URL, NAME=SPEED, NAME=FACT:VALUE,... Pure."""
 
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 from rlmix.router.prober import StaticReplica
 from rlmix.router.step_model import StepModel, roofline_prior
@@ -28,7 +29,7 @@ def parse_replicas(
     urls: dict[str, str] = {}
     for text in named:
         name, _, url = text.partition("=")
-        if not name or not url.startswith(("http://", "https://")) or len(url) < 9:
+        if not name or not url.startswith(("http://", "https://")) or not urlsplit(url).netloc:
             raise ValueError(f"--replica {text}: give NAME=URL, e.g. h100-0=http://127.0.0.1:30000")
         if name in urls:
             raise ValueError(f"--replica {text}: the name {name} is given twice")

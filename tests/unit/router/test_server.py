@@ -105,7 +105,10 @@ def test_a_binary_answer_passes_through_byte_by_byte(stage):
 
 
 def test_header_names_are_those_of_the_engine_protocol():
-    for name in ("SESSION", "MIN_VERSION", "POOL", "REPLICA", "NUMERICS", "REHOMED"):
+    for name in (
+        "SESSION", "MIN_VERSION", "POOL", "REPLICA", "NUMERICS", "REHOMED", "GROUP",
+        "REQUEST_ID", "TIMEOUT",
+    ):  # fmt: skip
         assert getattr(headers, name) == getattr(protocol, f"{name}_HEADER")
 
 
