@@ -14,6 +14,7 @@ from typing import Protocol
 
 from rlmix.core.errors import ConfigError, SandboxError
 from rlmix.sandbox.containers import ENGINES, ContainerBackend, find_engine
+from rlmix.sandbox.launched import LaunchedBackend
 from rlmix.sandbox.namespaces import NamespaceBackend
 from rlmix.sandbox.probe import explain
 from rlmix.sandbox.protocol import SandboxBackend, SandboxLimits
@@ -190,11 +191,11 @@ async def open_backend(
         tries.append("unisolated")
     parent = run_folder(scratch_dir, run_id)
     make_folder(parent)
-    errors = []
+    errors: list[str] = []
     for one in tries:
         folder = parent / f"worker_{os.getpid()}_{secrets.token_hex(4)}"
         try:
-            return await BACKENDS[one](
+            backend = await BACKENDS[one](
                 BackendSpec(
                     limits=limits,
                     folder=folder,
@@ -204,6 +205,9 @@ async def open_backend(
                     allow_weak=allow_weak,
                 )
             )
+            if errors and isinstance(backend, LaunchedBackend):
+                backend.warnings = (f"{one} stands in: {'. '.join(errors)}", *backend.warnings)
+            return backend
         except SandboxError as error:
             errors.append(str(error))
             shutil.rmtree(folder, ignore_errors=True)
@@ -213,10 +217,9 @@ async def open_backend(
 def _other_ways(name: str, tried: list[str]) -> list[str]:
     """What the caller may allow instead, weakest last."""
     ways = []
-    if name == AUTO and "weak" not in tried:
-        ways.append("To run with weaker isolation (Landlock): sandbox.allow_weak=true")
-    if name in ("namespaces", AUTO) and "weak" not in tried and name != AUTO:
-        ways.append("To run with weaker isolation (Landlock): sandbox.backend=weak")
+    if "weak" not in tried and name in (AUTO, "namespaces"):
+        key = "sandbox.allow_weak=true" if name == AUTO else "sandbox.backend=weak"
+        ways.append(f"To run with weaker isolation (Landlock): {key}")
     if "unisolated" not in tried:
         ways.append("To run without isolation: sandbox.allow_unisolated=true")
     return ways
