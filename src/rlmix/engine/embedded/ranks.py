@@ -144,7 +144,7 @@ class _Rank:
             self.tensors,
             self.spec,
             torch.from_numpy(rows.token_ids_T),
-            self.table[:, positions_T],
+            self.table.index_select(1, positions_T),
             attention,
             ranks=self.ranks,
             route=route,

@@ -124,14 +124,17 @@ def expert_mlps(
     are_ours = first_expert == 0 and int(ids_P.max(initial=0)) < num_experts
     is_ours = None if are_ours else (ids_P >= 0) & (ids_P < num_experts)
     counts_E = np.bincount(ids_P if is_ours is None else ids_P[is_ours], minlength=num_experts)
-    shared_room = max(min_rows(), int(counts_E.max()))
-    rooms_E = np.where(counts_E > 0, np.maximum(counts_E, min_rows()), 0)
-    num_filling = num_experts * shared_room - int(rooms_E.sum())
+    counts, least = counts_E.tolist(), min_rows()
+    shared_room = max(least, *counts)
+    rooms = [max(count, least) if count else 0 for count in counts]
+    num_filling = num_experts * shared_room - sum(rooms)
     flops = 2 * num_filling * (gate_up_EIH.stride(0) + down_EHI.stride(0))
-    is_batched = shared_room <= BATCHED_ROWS and flops <= CALL_FLOPS * np.count_nonzero(counts_E)
+    is_batched = shared_room <= BATCHED_ROWS and flops <= CALL_FLOPS * (
+        num_experts - counts.count(0)
+    )
     if is_batched:
-        rooms_E = np.full(num_experts, shared_room)
-    token_of_S, place_of_TK = _places(ids_P, is_ours, counts_E, rooms_E, ids_TK.shape)
+        rooms = [shared_room] * num_experts
+    token_of_S, place_of_TK = _places(ids_P, is_ours, counts_E, np.array(rooms), ids_TK.shape)
     inputs_SH = _spread(x_TH.float(), token_of_S, place_of_TK)
     if is_batched:
         batch = inputs_SH.view(num_experts, shared_room, -1)
@@ -139,7 +142,7 @@ def expert_mlps(
         inner = swiglu(gate_up, round_to=round_to)
         outputs_SH = torch.bmm(inner, down_EHI.float().transpose(1, 2)).flatten(0, 1)
     else:
-        outputs_SH = _one_by_one(inputs_SH, gate_up_EIH, down_EHI, rooms_E, round_to)
+        outputs_SH = _one_by_one(inputs_SH, gate_up_EIH, down_EHI, rooms, round_to)
     if is_ours is not None and not is_ours.all():
         outputs_SH = torch.cat((outputs_SH, outputs_SH.new_zeros(1, outputs_SH.shape[1])))
     if torch.is_grad_enabled() and outputs_SH.requires_grad:
@@ -181,13 +184,13 @@ def _one_by_one(
     inputs_SH: Tensor,
     gate_up_EIH: Tensor,
     down_EHI: Tensor,
-    rooms_E: np.ndarray,
+    rooms: list[int],
     round_to: torch.dtype | None,
 ) -> Tensor:
     # Split and unbind, since the gradient of a slice is a whole tensor of zeros for each expert.
     gate_ups, downs = gate_up_EIH.float().unbind(), down_EHI.float().unbind()
     outputs = []
-    for expert, rows in enumerate(inputs_SH.split(rooms_E.tolist())):
+    for expert, rows in enumerate(inputs_SH.split(rooms)):
         if len(rows):
             gate_up = rounded(F.linear(rows, gate_ups[expert]), round_to)
             outputs.append(F.linear(swiglu(gate_up, round_to=round_to), downs[expert]))

@@ -124,13 +124,14 @@ class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        share = _sigmoid(gate)
-        ctx.save_for_backward(gate_up, share)
-        return (gate * share).mul_(up)
+        divisor = _divisor(gate)
+        ctx.save_for_backward(gate_up, divisor)
+        return (gate / divisor).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        gate_up, share = ctx.saved_tensors
+        gate_up, divisor = ctx.saved_tensors
+        share = divisor.reciprocal()
         gate, up = gate_up.chunk(2, dim=-1)
         out = torch.empty_like(gate_up)
         grad_gate, grad_up = out.chunk(2, dim=-1)
@@ -142,8 +143,9 @@ class _SwiGlu(torch.autograd.Function):
         return out
 
 
-def _sigmoid(gate: Tensor) -> Tensor:
-    return gate.neg().exp_().add_(1.0).reciprocal_()
+def _divisor(gate: Tensor) -> Tensor:
+    """1 + exp(-gate), of which silu is the gate's share."""
+    return gate.neg().exp_().add_(1.0)
 
 
 def swiglu(gate_up: Tensor, *, round_to: torch.dtype | None = None) -> Tensor:
@@ -158,5 +160,6 @@ def swiglu(gate_up: Tensor, *, round_to: torch.dtype | None = None) -> Tensor:
         product = _SwiGlu.apply(values)
     else:
         gate, up = values.chunk(2, dim=-1)
-        product = _sigmoid(gate).mul_(gate).mul_(up)
+        divisor = _divisor(gate)
+        product = torch.div(gate, divisor, out=divisor).mul_(up)
     return held_in(rounded(product, round_to), gate_up.dtype)
