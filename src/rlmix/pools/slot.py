@@ -179,6 +179,7 @@ class Slot:
                 if delay_s is None and was_refused:
                     # Not broken, not trusted: the run goes on without it.
                     self._hold_reason = self.reason
+                    self._released.clear()
                     continue
                 if delay_s is None:
                     last = self.reason
