@@ -92,4 +92,6 @@ def rounded(values: Tensor, round_to: torch.dtype | None) -> Tensor:
         return values
     if values.requires_grad and torch.is_grad_enabled():
         return _Round.apply(values, round_to)
+    if round_to == torch.bfloat16 and values.dtype == torch.float32:
+        return values.bfloat16().float()  # In half the time of `to`.
     return values.to(round_to).to(values.dtype)

@@ -37,8 +37,8 @@ def choose_experts(logits_TE: Tensor, *, top_k: int) -> Tensor:
     """
     num_experts = logits_TE.shape[1]
     if num_experts <= SORTED_EXPERTS:
-        order = torch.sort(logits_TE.detach(), dim=-1, descending=True, stable=True)
-        return order.indices[:, :top_k].contiguous()
+        order = (-logits_TE.detach().numpy()).argsort(axis=1, kind="stable")
+        return torch.from_numpy(np.ascontiguousarray(order[:, :top_k]))
     # + 0.0 turns -0.0 into 0.0, which compare as equal but differ as integers.
     bits = (logits_TE.detach().float() + 0.0).view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
