@@ -162,9 +162,6 @@ class _Session:
         if result.sandbox_lost:
             # Its edits are gone, and nothing that it says now could be done.
             raise _Ended(StopReason.SANDBOX_ENDED)
-        if result.sandbox_lost:
-            # Its edits are gone, and nothing that it says now could be done.
-            raise _Ended(StopReason.SANDBOX_ENDED)
         self._observe(answer, result)
 
     def _observe(self, answer: Generation, result: CommandResult) -> None:
@@ -201,6 +198,7 @@ class _Session:
             record=spec.record,
             head_k=min(spec.turn_head_k(turn), self.renderer.vocab_size),
             min_version=spec.min_version,
+            group_id=spec.group_id,
             experts_shape=spec.experts_shape,
             experts_start=self.num_inputs,
         )
