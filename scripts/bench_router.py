@@ -43,11 +43,14 @@ TURN_TIMEOUT_S = 180.0
 """A turn that takes longer on the accelerator's clock has timed out for its client."""
 
 LOADS = {
-    # name: (sessions at a time, sessions in all); the six replicas have 46 places (184 / THINNING).
-    "moderate": (40, 60),
-    "high": (80, 100),
+    # name: (sessions at a time, sessions in all). The six replicas have 46 places (184 / THINNING);
+    # about a fifth, a half, and nearly all of them are busy (`busy_frac`).
+    "light": (40, 60),
+    "moderate": (80, 80),
+    "high": (160, 160),
 }
-QUICK_LOADS = {"moderate": (32, 32)}
+FULL_RUN = ("moderate", "high")
+QUICK_LOADS = {"moderate": (80, 80)}
 QUICK_TIME_SCALE = 1 / 40
 QUICK_ONLY = ("sglang_router_cache_aware", "sglang_router_power_of_two",
               "sglang_router_round_robin", "round_robin_direct")  # fmt: skip
@@ -59,7 +62,13 @@ a router that leaves none idle uses them in proportion to their speeds."""
 
 
 def summary(
-    played: Played, *, cpu_s: float, usd_per_hour: float, num_sessions: int, time_scale: float
+    played: Played,
+    *,
+    cpu_s: float,
+    usd_per_hour: float,
+    num_sessions: int,
+    time_scale: float,
+    places: int,
 ) -> dict[str, Any]:
     """What one run of one contestant came to."""
     latencies = sorted(turn.latency_s for turn in played.turns)
@@ -70,6 +79,9 @@ def summary(
     real_s = played.makespan_s / time_scale
     return {
         "makespan_s": round(played.makespan_s, 3),
+        "busy_frac": round(
+            sum(turn.engine_s for turn in played.turns) / played.makespan_s / places, 3
+        ),
         "p50_ms": round(1e3 * quantile(latencies, 0.5), 1),
         "p99_ms": round(1e3 * quantile(latencies, 0.99), 1),
         "hit_frac": round(played.hit_frac, 4),
@@ -113,6 +125,7 @@ async def run_once(
             usd_per_hour=fleet.usd_per_hour,
             num_sessions=num_sessions,
             time_scale=fleet.time_scale,
+            places=sum(spec.max_running for spec in fleet.specs),
         )
         result["placed_share"] = placed_shares(played, first=concurrency)
         result["fleet_cpu_ms_per_request"] = round(
@@ -211,9 +224,8 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     contestants = available_contestants(arguments.rivals_python, only=only)
     shape = Shape(shared_tokens=arguments.shared_tokens)
     seeds = [arguments.seed + index for index in range(1 if arguments.quick else arguments.seeds)]
-    loads = QUICK_LOADS if arguments.quick else LOADS
-    if arguments.loads:
-        loads = {name: loads[name] for name in arguments.loads}
+    chosen = arguments.loads or FULL_RUN
+    loads = QUICK_LOADS if arguments.quick else {name: LOADS[name] for name in chosen}
     document: dict[str, Any] = {}
     time_scale = QUICK_TIME_SCALE if arguments.quick else TIME_SCALE
     without = [c for c in contestants if c.name in ("ours", "oracle")]
