@@ -176,8 +176,11 @@ async def _watch_ranks(scheduler: "Scheduler", stop: asyncio.Event) -> None:
 
 
 def yield_cores() -> None:
-    """Lower this process's priority, and that of its group where the kernel schedules groups."""
+    """Lower this process's priority, and that of its session where the kernel schedules those. One
+    that was started in somebody else's session, say a shell's, must not slow that down."""
     os.nice(NICENESS)
+    if os.getsid(0) != os.getpid():
+        return
     with contextlib.suppress(OSError):  # No such file without autogroup scheduling.
         Path("/proc/self/autogroup").write_text(str(NICENESS))
 
