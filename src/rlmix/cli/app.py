@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from rlmix.cli import answer, doctor, later, runs, tasks, train
+from rlmix.cli import answer, doctor, eval, later, runs, tasks, train
 from rlmix.core.errors import ExitCode
 
 app = typer.Typer(
@@ -16,7 +16,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("train")(train.train)
-app.add_typer(later.eval_app, name="eval")
+app.add_typer(eval.app, name="eval")
 app.add_typer(later.scale_app, name="scale")
 app.command("diff-logprobs")(later.diff_logprobs)
 app.add_typer(runs.app, name="runs")

@@ -7,28 +7,12 @@ from rlmix.cli.answer import Answer, answered
 from rlmix.cli.options import AsJson, Overrides
 from rlmix.core.errors import PlanError
 
-eval_app = typer.Typer(help="Evaluate a checkpoint (later version).", no_args_is_help=True)
 scale_app = typer.Typer(help="Change the pools of a run (later version).", no_args_is_help=True)
-
-
-@eval_app.callback()
-def _eval() -> None:
-    """Keeps `swe-bench-pro` a command of its own name."""
 
 
 @scale_app.callback()
 def _scale() -> None:
     """Keeps `pools` a command of its own name."""
-
-
-@eval_app.command("swe-bench-pro")
-@answered
-def swe_bench_pro(overrides: Overrides = None, as_json: AsJson = False) -> Answer:
-    """pass@k on SWE-bench Pro (later version)."""
-    raise PlanError(
-        "eval swe-bench-pro: arrives with the SWE-bench Pro data reader; in this version "
-        "`rlmix train` ends with an evaluation on held-out generated tasks (loop.eval_tasks)"
-    )
 
 
 @scale_app.command("pools")

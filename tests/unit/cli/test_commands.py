@@ -95,7 +95,6 @@ def test_a_model_that_is_not_there_is_a_wrong_request(rlmix: Run) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ["eval", "swe-bench-pro", "agent=gold"],
         ["scale", "pools", "h100=2"],
         ["diff-logprobs"],
         ["runs", "attach", "x"],

@@ -49,7 +49,9 @@ class SessionConfig:
 @dataclass(kw_only=True, slots=True)
 class EvalConfig:
     data: str | None
-    """Benchmark that checkpoints are judged on; None: none."""
+    """Benchmark that checkpoints are judged on; None: none, and for `rlmix eval` the bundled one."""
+    path: str | None
+    """Prepared set of a public benchmark; the bundled one has none."""
     subset: str
     """Its tasks; several parts joined by `+` are told apart."""
     k: int

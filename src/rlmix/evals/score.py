@@ -1,0 +1,149 @@
+"""What the attempts of an evaluation amount to: pass@1, pass@k, by repository and language.
+
+Invariant: void attempts are counted both ways. Left out: a task with fewer valid attempts than k
+drops out of pass@k and is counted. As failures: nothing drops out. Both denominators are given.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlmix.core.trajectory import Outcome
+from rlmix.evals.ledger import Attempt
+from rlmix.evals.pass_at_k import Estimate, pass_at_k, task_bootstrap
+from rlmix.tasks.benchmark import BenchTask
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskScore:
+    """Attempts of one task."""
+
+    task_id: str
+    repository: str
+    language: str
+    num_valid: int
+    num_passed: int
+    num_void: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """An evaluation's result."""
+
+    k: int
+    n: int
+    pass_at_1: Estimate
+    pass_at_k: Estimate
+    pass_at_1_void_failed: Estimate
+    pass_at_k_void_failed: Estimate
+    tasks: tuple[TaskScore, ...]
+    num_attempts: int
+    num_void: int
+    num_dropped: int
+    """Tasks with fewer than k valid attempts: in no `pass_at_k`."""
+    num_timed_out: int
+    num_empty: int
+    num_patch_failed: int
+    by_repository: Mapping[str, Mapping[str, float]]
+    by_language: Mapping[str, Mapping[str, float]]
+
+
+def score(
+    tasks: Sequence[BenchTask], attempts: Iterable[Attempt], *, k: int, n: int, seed: int = 0
+) -> Score:
+    """Score an evaluation.
+
+    Raises:
+        ValueError: no task has a valid attempt.
+    """
+    by_task: dict[str, list[Attempt]] = {task.public.task_id: [] for task in tasks}
+    for attempt in attempts:
+        if attempt.task_id in by_task:
+            by_task[attempt.task_id].append(attempt)
+    scores = [_task_score(task, by_task[task.public.task_id]) for task in tasks]
+    valid = [one for one in scores if one.num_valid]
+    enough = [one for one in scores if one.num_valid >= k]
+    every = [attempt for some in by_task.values() for attempt in some]
+
+    def failed(one: TaskScore, at: int) -> float:
+        return pass_at_k(max(n, one.num_valid), one.num_passed, at)
+
+    return Score(
+        k=k,
+        n=n,
+        pass_at_1=_mean([one.num_passed / one.num_valid for one in valid], seed),
+        pass_at_k=_mean([pass_at_k(one.num_valid, one.num_passed, k) for one in enough], seed),
+        pass_at_1_void_failed=_mean([failed(one, 1) for one in scores], seed),
+        pass_at_k_void_failed=_mean([failed(one, k) for one in scores], seed),
+        tasks=tuple(scores),
+        num_attempts=len(every),
+        num_void=sum(attempt.outcome == Outcome.VOID for attempt in every),
+        num_dropped=len(scores) - len(enough),
+        num_timed_out=sum(attempt.timed_out for attempt in every),
+        num_empty=sum(attempt.diff_bytes == 0 for attempt in every),
+        num_patch_failed=sum(attempt.detail.startswith("patch_failed") for attempt in every),
+        by_repository=_table(scores, "repository"),
+        by_language=_table(scores, "language"),
+    )
+
+
+def _task_score(task: BenchTask, attempts: list[Attempt]) -> TaskScore:
+    counts = Counter(attempt.outcome for attempt in attempts)
+    return TaskScore(
+        task_id=task.public.task_id,
+        repository=task.repository,
+        language=task.language,
+        num_valid=counts[Outcome.PASS.value] + counts[Outcome.FAIL.value],
+        num_passed=counts[Outcome.PASS.value],
+        num_void=counts[Outcome.VOID.value],
+    )
+
+
+def _mean(values: list[float], seed: int) -> Estimate:
+    if not values:
+        return Estimate(value=float("nan"), low=float("nan"), high=float("nan"), num_tasks=0)
+    return task_bootstrap(values, seed=seed)
+
+
+def _table(scores: Sequence[TaskScore], field: str) -> dict[str, dict[str, float]]:
+    groups: dict[str, list[TaskScore]] = {}
+    for one in scores:
+        groups.setdefault(getattr(one, field) or "unknown", []).append(one)
+    return {name: _row(group) for name, group in sorted(groups.items())}
+
+
+def _row(group: list[TaskScore]) -> dict[str, float]:
+    valid = [one for one in group if one.num_valid]
+    rates = [one.num_passed / one.num_valid for one in valid]
+    return {
+        "tasks": len(group),
+        "pass_at_1": sum(rates) / len(rates) if rates else float("nan"),
+        "any": sum(one.num_passed > 0 for one in group) / len(group),
+        "void": sum(one.num_void for one in group),
+    }
+
+
+def document(result: Score) -> dict[str, Any]:
+    """The parts of a score that scripts read."""
+    return {
+        "pass_at_1": result.pass_at_1.value,
+        "pass_at_k": result.pass_at_k.value,
+        "k": result.k,
+        "n": result.n,
+        "tasks": len(result.tasks),
+        "void": result.num_void,
+        "ci95": [result.pass_at_1.low, result.pass_at_1.high],
+        "ci95_k": [result.pass_at_k.low, result.pass_at_k.high],
+        "void_as_failed": {
+            "pass_at_1": result.pass_at_1_void_failed.value,
+            "pass_at_k": result.pass_at_k_void_failed.value,
+        },
+        "dropped": result.num_dropped,
+        "attempts": result.num_attempts,
+        "timed_out": result.num_timed_out,
+        "empty": result.num_empty,
+        "patch_failed": result.num_patch_failed,
+        "by_repository": result.by_repository,
+        "by_language": result.by_language,
+    }

@@ -1,0 +1,215 @@
+"""Evaluations by command: references 1, nothing 0, interrupted ones go on, others refused."""
+
+import asyncio
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlmix.core.errors import ConfigError
+from rlmix.evals.agents import GoldAgent, open_agent, read_predictions
+from rlmix.evals.attempts import Attempts
+from rlmix.evals.ledger import Attempt, Ledger, read_attempts
+from rlmix.evals.score import document, score
+from rlmix.tasks.benchmark import MINI, open_benchmark
+
+IDS = ("python-interval-merge", "shell-count-words")
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> str:
+    """A subset of two tasks, so that a test takes a second."""
+    file = tmp_path / "two.txt"
+    file.write_text("".join(f"{name}\n" for name in IDS))
+    return str(file)
+
+
+Ask = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def rlmix_eval() -> Ask:
+    """The command's JSON document and its exit code."""
+
+    def ask(folder: Path, *args: str) -> dict[str, Any]:
+        command = ["eval", "swe-bench-pro", f"run.dir={folder}", "run.name=e", *args, "--json"]
+        done = subprocess.run(
+            [sys.executable, "-c", "from rlmix.cli import main; main()", *command],
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        return {**json.loads(done.stdout), "code": done.returncode}
+
+    return ask
+
+
+def test_the_references_score_1_and_no_change_0(rlmix_eval: Ask, tmp_path: Path, two: str) -> None:
+    gold = rlmix_eval(tmp_path / "g", f"eval.subset={two}", "eval.n=1", "eval.k=1", "agent=gold")
+    assert (gold["pass_at_1"], gold["pass_at_k"], gold["code"]) == (1.0, 1.0, 0)
+    assert (gold["tasks"], gold["void"], gold["attempts"]) == (2, 0, 2)
+    empty = rlmix_eval(tmp_path / "e", f"eval.subset={two}", "eval.n=1", "eval.k=1", "agent=empty")
+    assert (empty["pass_at_1"], empty["empty"], empty["code"]) == (0.0, 2, 0)
+    report = (tmp_path / "g/e/report.md").read_text()
+    assert "| pass@1 | 1.000 | 1.000 to 1.000 | 2 | 1.000 |" in report
+    assert "| checksum |" in report
+    assert "HARD-51" not in report  # Reference rows stand beside their own data only.
+
+
+def test_predictions_go_out_and_come_back_with_the_same_score(
+    rlmix_eval: Ask, tmp_path: Path, two: str
+) -> None:
+    rlmix_eval(tmp_path / "g", f"eval.subset={two}", "eval.n=2", "eval.k=2", "agent=gold")
+    file = tmp_path / "g/e/predictions.json"
+    rows = json.loads(file.read_text())
+    assert [row["prefix"] for row in rows] == ["attempt0", "attempt1"] * 2
+    again = rlmix_eval(
+        tmp_path / "p", f"eval.subset={two}", "eval.n=2", "eval.k=2", f"agent=predictions:{file}"
+    )
+    assert again["pass_at_1"] == 1.0
+
+
+def test_a_scripted_agent_runs_its_commands_in_a_sandbox(
+    rlmix_eval: Ask, tmp_path: Path, two: str
+) -> None:
+    file = tmp_path / "commands.json"
+    fix = (MINI / IDS[0] / "solution/gold_patch.diff").read_text()
+    file.write_text(json.dumps({IDS[0]: [f"cat > p <<'E'\n{fix}E\ngit apply p && rm p", "submit"]}))
+    found = rlmix_eval(
+        tmp_path, f"eval.subset={two}", "eval.n=1", "eval.k=1", f"agent=scripted:{file}"
+    )
+    assert found["pass_at_1"] == 0.5
+    details = {one.task_id: one.detail for one in read_attempts(tmp_path / "e")}
+    assert details[IDS[1]] == "no answer for this attempt"
+
+
+def test_an_interrupted_evaluation_goes_on_without_making_an_attempt_twice(
+    rlmix_eval: Ask, tmp_path: Path, two: str
+) -> None:
+    args = (f"eval.subset={two}", "eval.n=2", "eval.k=2", "agent=gold")
+    rlmix_eval(tmp_path, *args)
+    file = tmp_path / "e/attempts.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    assert len(lines) == 4
+    file.write_text("".join(lines[:2]) + lines[2][:20])  # Killed while writing the third.
+    again = rlmix_eval(tmp_path, *args)
+    assert (again["attempts"], again["pass_at_k"], again["is_whole"]) == (4, 1.0, True)
+    after = file.read_text().splitlines(keepends=True)
+    assert after[:2] == lines[:2]
+    keys = [one.key for one in read_attempts(tmp_path / "e")]
+    assert len(set(keys)) == len(keys) == 4
+
+
+def test_a_cancelled_attempt_leaves_no_line(tmp_path: Path) -> None:
+    class Waiting(GoldAgent):
+        async def answer(self, task, number, backend):  # type: ignore[no-untyped-def]
+            await asyncio.sleep(60)
+
+    async def run() -> bool:
+        ledger = Ledger(tmp_path, {"agent": "gold"})
+        attempts = Attempts(
+            benchmark=open_benchmark("mini"),
+            agent=Waiting(),
+            backend=None,  # type: ignore[arg-type]
+            ledger=ledger,
+            per_task=1,
+            jobs=3,
+        )
+        return await attempts.make(0.05)
+
+    assert asyncio.run(run()) is False
+    assert read_attempts(tmp_path) == []
+
+
+def test_another_question_under_the_same_name_is_refused(
+    rlmix_eval: Ask, tmp_path: Path, two: str
+) -> None:
+    args = (f"eval.subset={two}", "eval.n=1", "eval.k=1")
+    rlmix_eval(tmp_path, *args, "agent=gold")
+    other = rlmix_eval(tmp_path, *args, "agent=empty")
+    assert other["code"] == 2
+    assert "holds another evaluation: agent differ" in other["error"]
+
+
+def attempt(task: str, number: int, outcome: str, **facts: object) -> Attempt:
+    return Attempt(
+        task_id=task, number=number, outcome=outcome, detail="", diff_bytes=1, agent_s=0.0,
+        verify_s=0.0, **facts,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_voids_are_counted_both_ways() -> None:
+    """Two tasks, four attempts each: (2 passed, 2 failed) and (1 passed, 1 failed, 2 void)."""
+    tasks = [task for task in open_benchmark("mini").tasks if task.public.task_id in IDS]
+    outcomes = {IDS[0]: "pass pass fail fail", IDS[1]: "pass fail void void"}
+    made = [
+        attempt(name, number, outcome)
+        for name, text in outcomes.items()
+        for number, outcome in enumerate(text.split())
+    ]
+    result = score(tasks, made, k=2, n=4)
+    assert result.pass_at_1.value == 0.5
+    # pass@2 of 2 of 4 is 1 - 1/6; of 1 of 2 valid ones 1; with voids as failures 1 - 3/6.
+    assert math.isclose(result.pass_at_k.value, (5 / 6 + 1) / 2)
+    assert math.isclose(result.pass_at_k_void_failed.value, (5 / 6 + 1 / 2) / 2)
+    assert math.isclose(result.pass_at_1_void_failed.value, (1 / 2 + 1 / 4) / 2)
+    assert (result.num_void, result.num_dropped) == (2, 0)
+    assert score(tasks, made, k=3, n=4).num_dropped == 1
+    found = document(result)
+    assert found["by_language"]["shell"]["void"] == 2
+    assert {"pass_at_1", "pass_at_k", "k", "n", "tasks", "void", "ci95"} <= set(found)
+
+
+def test_the_bundled_tasks_of_several_files_are_told_apart(rlmix_eval: Ask, tmp_path: Path) -> None:
+    found = rlmix_eval(tmp_path, "eval.subset=all+hard", "eval.n=1", "eval.k=1", "agent=gold")
+    assert (found["pass_at_1"], found["tasks"]) == (1.0, 12)
+    assert (found["hard"]["pass_at_1"], found["hard"]["tasks"]) == (1.0, 4)
+
+
+def test_the_plan_of_an_evaluation_names_tasks_time_and_cost(
+    rlmix_eval: Ask, tmp_path: Path
+) -> None:
+    plan = rlmix_eval(tmp_path, "--cfg", "plan")
+    assert (plan["tasks"], plan["attempts"], plan["cost_usd"]) == (12, 48, 0.0)
+    assert plan["at_most_h"] == round(48 * 3060 / 2 / 3600, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nobody", "allowed: gold, empty, scripted:FILE"),
+        ("gold:x", "allowed: gold"),
+        ("predictions:/nowhere", "/nowhere cannot be read"),
+        ("scripted:", "allowed: gold"),
+    ],
+)
+def test_an_agent_that_is_none_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        open_agent(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"instance_id": "a", "patch": "x\\n"}, {"instance_id": "a", "patch": "y"}]',
+        '{"instance_id": "a", "model_patch": "x\\n"}\n{"instance_id": "a", "model_patch": "y"}\n',
+    ],
+)
+def test_predictions_are_read_in_the_public_forms(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "p.json"
+    file.write_text(text)
+    assert read_predictions(file) == {"a": [b"x\n", b"y"]}
+
+
+def test_a_map_of_predictions_is_read_and_a_wrong_entry_named(tmp_path: Path) -> None:
+    file = tmp_path / "p.json"
+    file.write_text('{"a": "x", "b": {"model_patch": "y"}}')
+    assert read_predictions(file) == {"a": [b"x"], "b": [b"y"]}
+    file.write_text('[{"instance_id": "a", "patch": 3}]')
+    with pytest.raises(ConfigError, match="entry 0 needs a text in one of"):
+        read_predictions(file)
