@@ -52,6 +52,7 @@ def described() -> dict[str, str]:
         "accelerators.*.": "accelerators/public.yaml",
         "inventory.": "inventory/qwen36_mixed.yaml",
         "router.": "router/shortest_delay.yaml",
+        "scaling.": "scaling/default.yaml",
         "launch.": "launch/local.yaml",
         "sglang.": "sglang/default.yaml",
         "alarms.": "alarms/default.yaml",

@@ -14,6 +14,10 @@ def use_known_accelerators(config: TrainConfig) -> None:
         pool.accelerator = canonical(pool.accelerator, known) or pool.accelerator
     for node in config.inventory.nodes.values():
         node.accelerator = canonical(node.accelerator, known) or node.accelerator
+    simulate = config.scaling.simulate
+    simulate.against = canonical(simulate.against, known) or simulate.against
+    trainer = canonical(simulate.trainer_accelerator, known)
+    simulate.trainer_accelerator = trainer or simulate.trainer_accelerator
     config.trainer.device = canonical(config.trainer.device, known) or config.trainer.device
 
 

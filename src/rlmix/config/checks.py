@@ -54,6 +54,34 @@ def _check_pools(config: TrainConfig) -> Iterator[Problem]:
         yield from _check_urls(name, pool)
 
 
+def _check_scaling(config: TrainConfig) -> Iterator[Problem]:
+    """Growing is quicker than shrinking, and both know their bounds."""
+    scaling, simulate = config.scaling, config.scaling.simulate
+    if scaling.surplus_frac <= scaling.headroom_frac:
+        yield Problem(
+            where="scaling.surplus_frac",
+            what=f"got {scaling.surplus_frac:g} with headroom_frac={scaling.headroom_frac:g}, so "
+            "what was just ordered would go again",
+            allowed="use more than scaling.headroom_frac",
+        )
+    for name, pool in config.pools.items():
+        if pool.max_replicas is not None and pool.max_replicas < pool.min_replicas:
+            yield Problem(
+                where=f"pools.{name}.max_replicas",
+                what=f"got {pool.max_replicas} with min_replicas={pool.min_replicas}",
+                allowed=f"use {pool.min_replicas} or more, or null",
+            )
+    for key in ("trainer_accelerator", "against"):
+        where = f"scaling.simulate.{key}"
+        yield from _check_accelerator(where, getattr(simulate, key), config)
+    if simulate.prompt_tokens >= simulate.context_tokens:
+        yield Problem(
+            where="scaling.simulate.prompt_tokens",
+            what=f"got {simulate.prompt_tokens} with context_tokens={simulate.context_tokens}",
+            allowed="a session's prompt is shorter than its mean context",
+        )
+
+
 def _check_urls(name: str, pool: PoolConfig) -> Iterator[Problem]:
     """Servers that run already: one for each replica, and only of an external pool."""
     where = f"pools.{name}.urls"
@@ -346,6 +374,7 @@ CHECKS: Sequence[Callable[[TrainConfig], Iterator[Problem]]] = (
     _check_sessions,
     _check_trainer,
     _check_inventory,
+    _check_scaling,
     _check_alarms,
     _check_sinks,
     _check_eval,

@@ -40,6 +40,8 @@ ROUTER_POLICIES = ("shortest_delay", "least_sessions")
 ROUTER_SPEEDS = ("prior", "observed")
 ROUTER_VIEWS = ("strict", "prefer")
 ROUTER_PLACEMENTS = ("free", "pack", "spread")
+PRICES = ("list", "market")
+"""Which of the prices of accelerators a simulation counts with."""
 PAUSE_MODES = ("in_place", "retract", "abort")
 WEIGHT_TRANSPORTS = ("disk", "distributed")
 LAUNCH_BACKENDS = ("local",)

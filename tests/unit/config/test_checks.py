@@ -200,3 +200,18 @@ def test_a_record_that_nobody_asks_for_and_a_replay_of_nothing_are_refused() -> 
     assert line.startswith("pools.h100.record_experts: got true with algo.routing_replay=false")
     (line,) = with_pools(True, all={"record_experts": False})
     assert line.startswith("algo.routing_replay: got true, but record_experts=false for every pool")
+
+
+def test_scaling_that_would_take_back_what_it_ordered_is_refused() -> None:
+    assert broken(scaling__surplus_frac=0.1, scaling__headroom_frac=0.1) == [
+        "scaling.surplus_frac: got 0.1 with headroom_frac=0.1, so what was just ordered would go "
+        "again; use more than scaling.headroom_frac"
+    ]
+    config = copy.deepcopy(sound_config())
+    config.pools["h100"].min_replicas, config.pools["h100"].max_replicas = 3, 2
+    config.scaling.simulate.against = "b999"
+    config.scaling.simulate.prompt_tokens = config.scaling.simulate.context_tokens
+    where = [problem.where for problem in check_train(config)]
+    assert where == [
+        "pools.h100.max_replicas", "scaling.simulate.against", "scaling.simulate.prompt_tokens",
+    ]  # fmt: skip

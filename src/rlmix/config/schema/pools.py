@@ -26,6 +26,9 @@ class AcceleratorConfig:
     """Price of one accelerator; None where no public price is known."""
     price_source: str
     """Where the price is from, and of when."""
+    market_usd_per_hour: float | None = None
+    """Lowest price seen of one accelerator; None: nobody looked."""
+    market_source: str = ""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,6 +39,10 @@ class PoolConfig:
     """A key of `accelerators`."""
     engine: str
     replicas: int
+    min_replicas: int
+    """Scaling leaves as many, or `replicas` where that is less; 0: the pool may go altogether."""
+    max_replicas: int | None
+    """Scaling makes no more; None: the machines and the budget decide."""
     weights: str
     """Format of the weights, which is also the weight view that the pool reads."""
     scope: str | None

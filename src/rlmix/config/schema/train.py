@@ -25,6 +25,7 @@ from rlmix.config.schema.run import (
     RunConfig,
     SglangConfig,
 )
+from rlmix.config.schema.scaling import ScalingConfig
 from rlmix.config.schema.sessions import EvalConfig, SandboxConfig, SessionConfig, TasksConfig
 
 
@@ -44,6 +45,7 @@ class TrainConfig:
     inventory: InventoryConfig
     plan: PlanConfig
     router: RouterConfig
+    scaling: ScalingConfig
     numerics: NumericsConfig
     net: NetConfig
     sglang: SglangConfig
