@@ -64,7 +64,7 @@ class RunningCommand:
                 marks = process.environ()
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
-            is_ours = str(self.path) in words or marks.get("RLMIX_TEST_RUN") == self.name
+            is_ours = str(self.path) in words or marks.get("RLMIX_TEST_RUN") == str(self.path)
             if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                 found[process.pid] = process
         return list(found.values())
@@ -108,7 +108,7 @@ def start_run(tmp_path: Path) -> Iterator[Callable[..., RunningCommand]]:
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
-                env={**os.environ, "RLMIX_TEST_RUN": name},
+                env={**os.environ, "RLMIX_TEST_RUN": str(tmp_path / name)},
             )
         started.append(RunningCommand(process=process, root=tmp_path, name=name))
         return started[-1]
