@@ -118,7 +118,9 @@ class Upstream:
 
     @property
     def state(self) -> ReplicaState:
-        return ReplicaState.DEAD if self.is_lost else self.record.state
+        if self.is_lost and self.record.state is not ReplicaState.QUARANTINED:
+            return ReplicaState.DEAD
+        return self.record.state
 
     @property
     def health(self) -> Health:
