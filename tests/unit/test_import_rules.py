@@ -45,7 +45,7 @@ ALLOWED: dict[str, str] = {
     "scaling": "core config.schema observe plan router.states router.step_model router.strategies",
     "loop": LOOP,
     "evals": LOOP,
-    "cli": "core config plan observe model sandbox scaling loop evals",
+    "cli": "core config plan observe model sandbox tasks scaling loop evals",
 }
 """Room -> what it may import, besides itself: rooms, or single modules of a room."""
 
