@@ -49,7 +49,7 @@ class SessionConfig:
 @dataclass(kw_only=True, slots=True)
 class EvalConfig:
     data: str | None
-    """Benchmark that checkpoints are judged on; None: none, and for `rlmix eval` the bundled one."""
+    """Benchmark that checkpoints are judged on; None: none, for `rlmix eval` the bundled one."""
     path: str | None
     """Prepared set of a public benchmark; the bundled one has none."""
     subset: str
