@@ -50,6 +50,20 @@ def join_groups(files: list[str]) -> None:
             os.close(fd)
 
 
+def remove_empty_groups(folders: list[str]) -> None:
+    """Remove these groups and those in them, once whoever was in them is gone."""
+    deadline_s = time.monotonic() + _END_S
+    while folders and time.monotonic() < deadline_s:
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                for entry in [one.path for one in os.scandir(folder) if one.is_dir()]:
+                    with contextlib.suppress(OSError):
+                        os.rmdir(entry)
+                os.rmdir(folder)
+        folders = [folder for folder in folders if os.path.isdir(folder)]
+        time.sleep(0.01)
+
+
 def set_limits(limits: dict[str, int]) -> None:
     for name, value in limits.items():
         kind = getattr(resource, name)

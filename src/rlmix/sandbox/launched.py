@@ -111,7 +111,7 @@ class LaunchedBackend(ABC):
                 )
             self._launches += 1
             self._link = LauncherLink()
-            self._link.start(self._run_id)
+            self._link.start(self._run_id, [str(path) for path in self._groups.parents.values()])
             await self._after_launch()
 
     async def prepare(self, repository: Repository) -> RepositoryTemplate:

@@ -238,6 +238,7 @@ class Launcher:
         """Process id -> when it must be gone, on the monotonic clock."""
         self.supervisors: set[int] = set()
         self.expired: set[int] = set()
+        self.is_dismissed = False
 
     def serve(self) -> None:
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -266,6 +267,13 @@ class Launcher:
         if not self.leases:
             return None
         return 1 + int(1000 * (min(self.leases.values()) - now_s))
+
+    def end_all(self) -> None:
+        """Kill every child and wait for each; a supervisor ends its own first."""
+        for pid in list(self.ids):
+            self.kill(pid)
+        for pid in list(self.ids):
+            os.waitpid(pid, 0)
 
     def kill(self, pid: int) -> None:
         # A supervisor has to end others first; it kills its child and exits.
@@ -296,6 +304,9 @@ class Launcher:
                 self.send({"staged": True, "error": ""})
             except OSError as error:
                 self.send({"staged": False, "error": str(error)})
+            return
+        if request["op"] == "close":
+            self.is_dismissed = True
             return
         if request["op"] == "kill":
             for pid, number in self.ids.items():
@@ -345,7 +356,12 @@ def main() -> None:
             os.dup2(null, number, inheritable=number < 3)
     gc.collect()
     gc.freeze()
-    Launcher(sock).serve()
+    launcher = Launcher(sock)
+    launcher.serve()
+    if not launcher.is_dismissed:
+        # The worker died and cannot remove its control groups.
+        launcher.end_all()
+        confine.remove_empty_groups(sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ with None when the launcher itself ended; nobody waits for a child without that.
 
 import array
 import asyncio
+import contextlib
 import marshal
 import os
 import socket
@@ -49,7 +50,8 @@ class LauncherLink:
         assert self._process is not None
         return self._process.pid
 
-    def start(self, run_id: str) -> None:
+    def start(self, run_id: str, groups: list[str]) -> None:
+        """Start it; `groups` are the control groups that it removes when this process dies."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs:
@@ -58,6 +60,7 @@ class LauncherLink:
                     *(interpreter(), "-S", "-B", "-P", "-s"),
                     str(Path(__file__).with_name("launcher.py")),
                     str(theirs.fileno()),
+                    *groups,
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -165,6 +168,10 @@ class LauncherLink:
 
     async def close(self) -> None:
         """End the launcher and with it every sandbox."""
+        if self.is_open:
+            assert self._sock is not None
+            with contextlib.suppress(OSError):
+                self._sock.send(marshal.dumps({"op": "close"}))  # It need not clean up after us.
         self._hang_up()
         if self._process is None:
             return

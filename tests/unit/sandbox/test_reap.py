@@ -4,10 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from rlmix.sandbox.cgroups import group_name
 from rlmix.sandbox.link import RUN_MARK
 from rlmix.sandbox.reap import marked_processes, reap, run_folder
 
@@ -55,10 +57,19 @@ def test_nothing_survives_a_killed_worker(tmp_path: Path, how: signal.Signals) -
     worker.wait(10)
     worker.stdout.close()
     assert gone(word)
+    # The launcher outlives its worker by the moment in which it removes the control groups.
+    deadline_s = time.monotonic() + 10
+    while groups_of(run_id) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert groups_of(run_id) == []
     assert run_folder(tmp_path, run_id).is_dir()
     reap(run_id, tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert marked_processes(RUN_MARK, run_id) == []
+
+
+def groups_of(run_id: str) -> list[Path]:
+    return list(Path("/sys/fs/cgroup").rglob(f"{group_name(run_id, '')}*"))
 
 
 def test_reap_kills_a_runs_launcher_and_leaves_other_runs_alone(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from rlmix.sandbox import wire
 from rlmix.sandbox.backend import open_backend
 from rlmix.sandbox.link import RUN_MARK
 from rlmix.sandbox.protocol import CommandResult
-from rlmix.sandbox.reap import marked_processes
+from rlmix.sandbox.reap import marked_processes, reap_folders
 from rlmix.sandbox.remote import RemoteBackend
 from rlmix.sandbox.server import read_token
 
@@ -257,6 +257,8 @@ def test_two_servers_share_the_sandboxes_and_one_takes_over(tmp_path: Path) -> N
         running_server(folders[1], "--scratch", str(folders[1] / "s"), token=TOKEN) as two,
     ):
         asyncio.run(scenario((one["url"], two["url"]), one["pid"]))
+    reap_folders(folders[0] / "s")  # Nobody follows the killed one in its folder.
+    assert [path.name for path in (folders[0] / "s").iterdir()] == ["lock"]
 
 
 def test_remote_without_servers_or_token_says_what_to_do(
