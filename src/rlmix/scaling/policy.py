@@ -61,8 +61,8 @@ class Observation:
     pools: tuple[PoolSeen, ...]
     needed_per_s: float
     """Trajectories a second that the trainer takes (`demand`)."""
-    finished_per_s: float
-    """Seen over the last while."""
+    finished_per_s: float | None
+    """Seen since the fleet last changed; None while that is not as long as a few sessions."""
     trainer_wait_frac: float
     """Share of the trainer's time that it waited for samples."""
 
@@ -209,7 +209,7 @@ def _calibration(seen: Observation, state: PolicyState, rules: PolicyRules) -> f
     """When the trainer waits and engines are strained, what is finished is all that can be. At any
     other time it is a lower bound."""
     promised = sum(pool.ready * useful_per_s(pool, rules) for pool in seen.pools)
-    if promised <= 0:
+    if promised <= 0 or seen.finished_per_s is None:
         return state.calibration
     shown = min(max(seen.finished_per_s / promised, 1.0 / MOST_OPTIMISTIC), MOST_OPTIMISTIC)
     is_full = seen.trainer_wait_frac > rules.wait_high_frac and any(

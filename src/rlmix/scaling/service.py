@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from rlmix.router.step_model import StepModel
 
-BISECTIONS = 30
-"""Halvings of the batch's interval: below a millionth of a request."""
+BISECTIONS = 20
+"""Halvings of the batch's interval: a millionth of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
