@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from rlmix.cli import answer, doctor, eval, later, runs, tasks, train
+from rlmix.cli import answer, doctor, eval, later, runs, scale, tasks, train
 from rlmix.core.errors import ExitCode
 
 app = typer.Typer(
@@ -17,7 +17,7 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.add_typer(eval.app, name="eval")
-app.add_typer(later.scale_app, name="scale")
+app.add_typer(scale.app, name="scale")
 app.command("diff-logprobs")(later.diff_logprobs)
 app.add_typer(runs.app, name="runs")
 app.command("doctor")(doctor.doctor)

@@ -20,7 +20,7 @@ GROUP_SPREAD = 1.5
 """Time of the slowest of eight sessions over the mean, about, at a spread of 0.3."""
 SIZED_FOR = 1.1
 """Supply bought over the demand: a fleet with none to spare makes the trainer wait."""
-WHOLE = "all"
+WHOLE = "supply"
 """The one bucket of a demand whose sessions all have one mean context."""
 
 

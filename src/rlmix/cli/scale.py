@@ -1,0 +1,206 @@
+"""`rlmix scale pools`: what pools should be, and what fleets would cost."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlmix.cli.answer import Answer, answered
+from rlmix.cli.options import AsJson, ConfDir
+from rlmix.core.errors import ConfigError, PlanError
+
+if TYPE_CHECKING:
+    from rlmix.config.schema.train import TrainConfig
+    from rlmix.scaling.scenarios import Request
+
+app = typer.Typer(help="Plan, simulate and change the pools of a run.", no_args_is_help=True)
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[POOL=N]... [KEY=VALUE]...", help="Replicas of pools, and values."),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Today's mix, the best mix, and the saving; modelled.")
+]
+Simulate = Annotated[
+    bool, typer.Option("--simulate", help="Simulate fleets side by side; modelled.")
+]
+TraceIn = Annotated[
+    Path | None, typer.Option("--trace-in", metavar="FILE", help="Sessions and losses to replay.")
+]
+TraceOut = Annotated[
+    Path | None, typer.Option("--trace-out", metavar="FILE", help="What the mixed fleet went by.")
+]
+
+REPLICAS = re.compile(r"([A-Za-z0-9_-]+)=(\d+)")
+"""A pool and its replicas. Groups choose files by name and keys have dots, so neither is meant."""
+
+
+@app.callback()
+def _scale() -> None:
+    """Keeps `pools` a command of its own name."""
+
+
+@app.command("pools")
+@answered
+def scale_pools(
+    arguments: Arguments = None,
+    dry_run: DryRun = False,
+    simulate: Simulate = False,
+    trace_in: TraceIn = None,
+    trace_out: TraceOut = None,
+    conf_dir: ConfDir = None,
+    as_json: AsJson = False,
+) -> Answer:
+    """Plan or simulate the pools of a run.
+
+    \b
+    rlmix scale pools --dry-run experiment=qwen36_mixed          the best mix for the demand
+    rlmix scale pools --dry-run h100=3 a100=0                    what a change would do
+    rlmix scale pools --simulate experiment=qwen36_mixed         mixed, planned, homogeneous
+    rlmix scale pools --simulate scaling.simulate.burst_factor=2 fixed against scaled
+    """
+    replicas, overrides = split_arguments(arguments or [])
+    if dry_run and simulate:
+        raise ConfigError("scale pools: got --dry-run and --simulate; choose one of them")
+    if (trace_in or trace_out) and not simulate:
+        raise ConfigError("scale pools: --trace-in and --trace-out need --simulate")
+    if not dry_run and not simulate:
+        raise PlanError(
+            "scale pools: showing and changing the pools of a run arrives with live scaling; "
+            "in this version --dry-run plans and --simulate simulates"
+        )
+    config = _config(overrides, replicas, conf_dir)
+    asked = _request(config)
+    if dry_run:
+        return _dry_run(asked, is_changed=bool(replicas))
+    return _simulate(asked, trace_in, trace_out, is_given=bool(replicas))
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[dict[str, int], list[str]]:
+    """`POOL=N` apart from `KEY=VALUE`."""
+    replicas: dict[str, int] = {}
+    overrides = []
+    for argument in arguments:
+        if match := REPLICAS.fullmatch(argument):
+            replicas[match[1]] = int(match[2])
+        else:
+            overrides.append(argument)
+    return replicas, overrides
+
+
+def _config(
+    overrides: Sequence[str], replicas: Mapping[str, int], conf_dir: Path | None
+) -> "TrainConfig":
+    from rlmix.cli.train import plan_problems
+    from rlmix.config.compose import load_config
+
+    if replicas:
+        pools = load_config("train", list(overrides), extra_dir=conf_dir).config.pools
+        if unknown := sorted(set(replicas) - set(pools)):
+            raise ConfigError(
+                f"{unknown[0]}={replicas[unknown[0]]}: no pool {unknown[0]!r}; pools are "
+                f"{', '.join(pools)}"
+            )
+    named = [f"pools.{name}.replicas={count}" for name, count in replicas.items()]
+    return load_config(
+        "train", [*overrides, *named], extra_dir=conf_dir, judge=plan_problems
+    ).config
+
+
+def _request(config: "TrainConfig") -> "Request":
+    import sys
+
+    from rlmix.cli.train import facts_of
+    from rlmix.plan.build import build_plan
+    from rlmix.scaling.scenarios import request_of
+
+    facts = facts_of(config)
+    return request_of(config, build_plan(config, facts=facts, python=sys.executable), facts)
+
+
+def _dry_run(asked: "Request", *, is_changed: bool) -> Answer:
+    from rlmix.cli.scale_view import dry_run_view
+    from rlmix.scaling.compare import planned_fleet
+    from rlmix.scaling.scenarios import todays_fleet
+
+    market = asked.market
+    today = todays_fleet(asked)
+    best = planned_fleet("best", list(asked.today), market)
+    load = today.needed_per_s / today.supply_per_s if today.supply_per_s > 0 else None
+    document: dict[str, Any] = {
+        "pools": {
+            name: {
+                "replicas": count,
+                "ready": None,
+                "target": best.replicas[name],
+                "load": load,
+                "usd_per_hour": count * market.model(name).usd_per_hour,
+                "per_s": count * market.per_s(name),
+                "usd_per_trajectory": usd_per_trajectory(asked, name),
+            }
+            for name, count in asked.today.items()
+        },
+        "today": today.to_dict(),
+        "best": best.to_dict(),
+        "saved_usd_per_hour": today.usd_per_hour - best.usd_per_hour,
+        "is_modelled": True,
+    }
+    return Answer(
+        document=document, view=lambda: dry_run_view(asked, document, is_changed=is_changed)
+    )
+
+
+def usd_per_trajectory(asked: "Request", pool: str) -> float | None:
+    """Of a replica at its best load; None where the context does not fit."""
+    rate = asked.market.per_s(pool)
+    return asked.market.model(pool).usd_per_hour / 3600.0 / rate if rate > 0 else None
+
+
+def _simulate(
+    asked: "Request", trace_in: Path | None, trace_out: Path | None, *, is_given: bool
+) -> Answer:
+    from dataclasses import replace
+
+    from rlmix.cli.scale_view import simulation_view
+    from rlmix.scaling.compare import given_fleet, run_fleet
+    from rlmix.scaling.scenarios import MIXED, fleets_of
+    from rlmix.scaling.traces import read_trace, write_trace
+
+    scenario = asked.scenario
+    if trace_in is not None:
+        scenario = replace(scenario, trace=tuple(read_trace(trace_in)))
+    fleets = fleets_of(asked)
+    if is_given:
+        fleets[0] = given_fleet(MIXED, asked.today, asked.market)
+    scaled = replace(fleets[0], name=f"{MIXED}_scaled")
+    lines: list[Mapping[str, Any]] = []
+    rows = []
+    for fleet in (fleets[0], scaled, *fleets[1:]):
+        is_traced = trace_out is not None and fleet is fleets[0]
+        outcome = run_fleet(
+            fleet,
+            asked.market,
+            scenario,
+            rules=asked.rules if fleet is scaled else None,
+            record=lines.append if is_traced else None,
+        )
+        bought = {
+            "bought": dict(fleet.replicas),
+            "gpus": fleet.gpus,
+            "needed_per_s": fleet.needed_per_s,
+            "missing": fleet.missing,
+        }
+        rows.append({**outcome.to_dict(), **bought})
+    document = {
+        "fleets": rows,
+        "hours": scenario.duration_s / 3600.0,
+        "trainer_step_s": scenario.step_s,
+        "context_tokens": scenario.shape.context_tokens,
+        "is_modelled": True,
+    }
+    if trace_out is not None:
+        document["trace_lines"] = write_trace(trace_out, lines)
+    return Answer(document=document, view=lambda: simulation_view(document))
