@@ -50,13 +50,13 @@ LOADS = {
     "high": (160, 160),
 }
 FULL_RUN = ("moderate", "high")
-QUICK_LOADS = {"moderate": (80, 80)}
-QUICK_TIME_SCALE = 1 / 40
+QUICK_LOADS = {"moderate": (48, 48)}
+QUICK_TIME_SCALE = 1 / 50
 QUICK_ONLY = ("sglang_router_cache_aware", "sglang_router_power_of_two",
               "sglang_router_round_robin", "round_robin_direct")  # fmt: skip
 
 
-FULL_LOAD, QUICK_FULL_LOAD = (84, 140), (64, 64)
+FULL_LOAD, QUICK_FULL_LOAD = (84, 140), (56, 56)
 """Of the three replicas with 16 places each whose speeds are 4 : 2 : 1: all of them are wanted, so
 a router that leaves none idle uses them in proportion to their speeds."""
 

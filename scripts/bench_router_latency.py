@@ -57,7 +57,7 @@ async def measure_latency(
             rate = REQUESTS_PER_S if tokens == SIZES_TOKENS[0] else REQUESTS_PER_S / 10
             async with Fleet(replicas(), folder / contestant.name / str(tokens)) as fleet:
                 rows[str(tokens)] = await _one(
-                    contestant, fleet, tokens=tokens, rate=rate, seconds=3.0 if quick else 15.0
+                    contestant, fleet, tokens=tokens, rate=rate, seconds=2.2 if quick else 15.0
                 )
             say(f"latency {contestant.name} {tokens} ids: {rows[str(tokens)]}")
         found[contestant.name] = rows
@@ -106,7 +106,7 @@ async def _one(
 
             cpu_s, tasks = running.cpu_s(), []
             begin_s = time.monotonic()
-            warm_s = 1.0
+            warm_s = 0.8
             # The router gets the full rate; the direct ones come on top, a tenth of it.
             for number in range(int(rate * (seconds + warm_s))):
                 await asyncio.sleep(max(0.0, begin_s + number / rate - time.monotonic()))
