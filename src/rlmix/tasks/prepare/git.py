@@ -31,6 +31,10 @@ def environment(**extra: str) -> dict[str, str]:
         "GIT_TERMINAL_PROMPT": "0",
         "GIT_OPTIONAL_LOCKS": "0",
         "GIT_NO_REPLACE_OBJECTS": "1",
+        # Stronger than `protocol.allow`, which a repository's own configuration can narrow: a
+        # partial clone would otherwise fetch what it lacks, over `ext::` by running a program.
+        "GIT_ALLOW_PROTOCOL": "none",
+        "GIT_NO_LAZY_FETCH": "1",
         **extra,
     }
 

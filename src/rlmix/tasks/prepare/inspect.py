@@ -3,11 +3,13 @@
 The proof is what the re-created repository holds (`proof.py`); this only says what was left behind.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlmix.core.errors import DataError
 from rlmix.tasks.prepare.git import git, objects_in
+from rlmix.tasks.prepare.image import git_dir_of, git_environment
 
 CHANNELS = {
     "objects/info/alternates": "alternates",
@@ -34,7 +36,8 @@ CHANNELS = {
 class Original:
     """An image's repository as it was found."""
 
-    git_dir: Path
+    env: Mapping[str, str]
+    """Names the git folder to git, and keeps it inside the image."""
     head: str
     """Commit of HEAD; empty when there is none."""
     base: str
@@ -51,34 +54,18 @@ class Original:
     """Commits from that tag to the base."""
 
 
-def git_dir_of(repo: Path) -> Path:
-    """The git folder of a work tree; a `.git` file (worktree, submodule) is followed once.
-
-    Raises:
-        DataError: there is none.
-    """
-    place = repo / ".git"
-    if place.is_dir():
-        return place
-    if place.is_file():
-        text = place.read_text(errors="replace").strip()
-        target = (repo / text.removeprefix("gitdir:").strip()).resolve()
-        if target.is_dir():
-            return target
-    raise DataError(f"no git folder in {repo}")
-
-
-def inspect(repo: Path, commit: str) -> Original:
+def inspect(rootfs: Path, repo: Path, commit: str) -> Original:
     """Read a repository without changing it.
 
     Args:
+        rootfs: the image; nothing outside of it is read.
         commit: the base that the record names; empty takes HEAD.
 
     Raises:
-        DataError: no repository, or it lacks the base.
+        DataError: no repository, one that points out of the image, or it lacks the base.
     """
-    git_dir = git_dir_of(repo)
-    env = {"GIT_DIR": str(git_dir)}
+    git_dir = git_dir_of(rootfs, repo)
+    env = git_environment(rootfs, repo, git_dir)
     head = git("rev-parse", "--verify", "--quiet", "HEAD^{commit}", cwd=repo, env=env, check=False)
     found = head.decode().strip()
     base = commit or found
@@ -97,7 +84,7 @@ def inspect(repo: Path, commit: str) -> Original:
     refs = git("for-each-ref", "--format=%(refname)", cwd=repo, env=env, check=False)
     tag, distance = _nearest_tag(repo, base, env)
     return Original(
-        git_dir=git_dir,
+        env=env,
         head=found,
         base=base,
         num_refs=len(refs.decode().split()),

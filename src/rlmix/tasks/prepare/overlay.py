@@ -4,11 +4,13 @@ The image itself is never changed: `overlay/` holds files that replace its own, 
 (as in OCI layers) where something has to go.
 """
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from rlmix.core.errors import DataError
+from rlmix.tasks.prepare.image import is_git_data, is_git_folder, plain_file, resolve
 from rlmix.tasks.prepare.lines import Find, find_lines
 from rlmix.tasks.prepare.worktree import walk
 
@@ -18,6 +20,7 @@ PACKAGE_CACHES = (
     "/.bundle/cache/",
 )  # fmt: skip
 """Parts of paths below which a file can go without breaking a build that works offline."""
+INSTALLED = ("site-packages/", "dist-packages/")
 SKIPPED_TOPS = frozenset({"proc", "sys", "dev", "run"})
 
 
@@ -25,8 +28,11 @@ class Unproven(DataError):
     """A copy of the fix stands where it can be neither removed nor replaced."""
 
 
-def clean_tree(repo: Path, lines: tuple[bytes, ...]) -> list[str]:
+def clean_tree(repo: Path, lines: tuple[bytes, ...], tracked: frozenset[str]) -> list[str]:
     """Replace copies of the fix among the kept, ignored files of `repo` by the base's own file.
+
+    Args:
+        tracked: paths that the base records; nobody put the fix into an archive among them.
 
     Returns:
         Paths that were changed.
@@ -37,12 +43,13 @@ def clean_tree(repo: Path, lines: tuple[bytes, ...]) -> list[str]:
     changed = []
     files = [(p, repo / p) for p, e in walk(repo) if e.is_file(follow_symlinks=False)]
     for find in find_lines(files, lines):
-        path = find.path.partition("!")[0]
-        own = counterpart(repo, path)
-        if own is None or "!" in find.path:
-            raise Unproven(f"{find.path} holds a line of the fix or of a hidden test: {find.line}")
-        shutil.copyfile(own, repo / path)
-        changed.append(path)
+        if find.is_unread and find.path in tracked:
+            continue
+        own = counterpart(repo, find.path)
+        if own is None or find.member or find.is_unread:
+            raise Unproven(find.sentence())
+        shutil.copyfile(own, repo / find.path)
+        changed.append(find.path)
     return changed
 
 
@@ -53,15 +60,15 @@ def counterpart(repo: Path, path: str) -> Path | None:
     for start in range(1, len(parts) - 1):
         tail = "/".join(parts[start:])
         for prefix in ("", "src/", "lib/", "python/"):
-            own = repo / f"{prefix}{tail}"
-            if own.is_file() and not own.is_symlink() and f"{prefix}{tail}" != path:
+            own = plain_file(repo, f"{prefix}{tail}")
+            if own is not None and f"{prefix}{tail}" != path:
                 return own
     return None
 
 
 def make_overlay(
     rootfs: Path,
-    workdir: str,
+    workdir: Path,
     repo: Path,
     overlay: Path,
     lines: tuple[bytes, ...],
@@ -72,6 +79,7 @@ def make_overlay(
     """Fill `overlay` so that the image on which it lies holds no copy of the fix.
 
     Args:
+        workdir: the image's own repository, below `rootfs`.
         gone: absolute paths of the image that must not be seen (hidden tests, verdicts).
         is_fix_known: False: installed copies of the project are replaced by the base's files
             wherever they differ, because nobody can say which lines tell.
@@ -83,18 +91,25 @@ def make_overlay(
         Unproven: a copy that can be neither.
     """
     done: list[str] = []
-    inside = workdir.strip("/")
+    inside = workdir.relative_to(rootfs).as_posix()
     for path in gone:
-        if (rootfs / path.strip("/")).exists() and not f"{path}/".startswith(f"/{inside}/"):
-            done.append(_whiteout(overlay, path))
+        for follow_last in (False, True):  # A link, and what it leads to.
+            place = resolve(rootfs, path, follow_last=follow_last)
+            if not os.path.lexists(place):
+                continue
+            if place == rootfs or workdir.is_relative_to(place):
+                raise Unproven(f"{path} of the image is above its repository and must be hidden")
+            if not place.is_relative_to(workdir):
+                done.append(_whiteout(overlay, f"/{place.relative_to(rootfs).as_posix()}"))
     files: list[tuple[str, Path]] = []
     for path, _entry in _walk_image(rootfs, inside):
         if f"/{path}" in done:
             continue
-        if _is_git_folder(rootfs / path, path):
+        place = rootfs / path
+        if is_git_folder(place) or (entry_is_file(place) and is_git_data(path, place)):
             done.append(_whiteout(overlay, f"/{path}"))
-        elif entry_is_file(rootfs / path):
-            files.append((path, rootfs / path))
+        elif entry_is_file(place):
+            files.append((path, place))
     found = [find for find in find_lines(files, lines) if not _below(done, find.path)]
     for find in found:
         done += _remove_or_replace(find, rootfs, repo, overlay)
@@ -121,22 +136,14 @@ def _walk_image(rootfs: Path, inside: str) -> Iterator[tuple[str, object]]:
             if path == inside or (not folder and child.name in SKIPPED_TOPS):
                 continue
             yield path, child
-            if child.is_dir() and not child.is_symlink() and not _is_git_folder(child, path):
+            if child.is_dir() and not child.is_symlink() and not is_git_folder(child):
                 waiting.append(path)
 
 
-def _is_git_folder(place: Path, path: str) -> bool:
-    """A git folder, bare ones and object stores for others included."""
-    if not place.is_dir() or place.is_symlink():
-        return path.rpartition("/")[2] == ".git" and place.is_file()
-    is_store = (place / "pack").is_dir() and (place / "info").is_dir()
-    return ((place / "objects").is_dir() and (place / "HEAD").is_file()) or is_store
-
-
 def _remove_or_replace(find: Find, rootfs: Path, repo: Path, overlay: Path) -> list[str]:
-    path = find.path.partition("!")[0]
+    path = find.path
     done = []
-    own = None if "!" in find.path else counterpart(repo, path)
+    own = None if find.member or find.is_unread else counterpart(repo, path)
     if own is not None:
         target = overlay / path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +153,7 @@ def _remove_or_replace(find: Find, rootfs: Path, repo: Path, overlay: Path) -> l
     elif any(part in f"/{path}" for part in PACKAGE_CACHES):
         done.append(_whiteout(overlay, f"/{path}"))
     else:
-        raise Unproven(f"/{find.path} holds a line of the fix or of a hidden test: {find.line}")
+        raise Unproven(f"/{find.sentence()}")
     return done
 
 
@@ -155,14 +162,15 @@ def _replace_installed(
 ) -> list[str]:
     more = []
     for path, file in files:
-        if "site-packages/" not in path or f"/{path}" in done or file.suffix != ".py":
+        folder = next((name for name in INSTALLED if name in path), "")
+        if not folder or f"/{path}" in done or file.suffix != ".py":
             continue
-        tail = path.rpartition("site-packages/")[2]
+        tail = path.rpartition(folder)[2]
         package = tail.partition("/")[0]
         for prefix in ("", "src/", "lib/"):
-            own = repo / f"{prefix}{tail}"
-            is_own = (repo / f"{prefix}{package}/__init__.py").is_file()
-            if is_own and entry_is_file(own) and own.read_bytes() != file.read_bytes():
+            own = plain_file(repo, f"{prefix}{tail}")
+            is_own = plain_file(repo, f"{prefix}{package}/__init__.py") is not None
+            if is_own and own is not None and own.read_bytes() != file.read_bytes():
                 target = overlay / path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(own, target)

@@ -63,11 +63,12 @@ def prove(
     _check(not status, f"the work tree differs from the base: {status.decode()[:200]!r}")
     left = sorted(path for path in gone if (repo / path).exists())
     _check(not left, f"hidden paths are there: {left[:3]}")
-    nested = [path for path, _ in walk(repo) if path.endswith("/.git")]
+    nested = [path for path, _ in walk(repo) if path.lower().endswith("/.git")]
     _check(not nested, f"a git folder inside: {nested[:3]}")
     files = [(p, repo / p) for p, e in walk(repo) if e.is_file(follow_symlinks=False)]
     found = find_lines(files, lines)
-    _check(not found, f"{found[0].path if found else ''} holds a telling line")
+    bad = [find for find in found if not (find.is_unread and find.path in set(paths))]
+    _check(not bad, bad[0].sentence() if bad else "")
     late = [p for p, e in walk(repo) if e.stat(follow_symlinks=False).st_mtime != MTIME_S]
     _check(not [p for p in late if not p.startswith(".git")], f"times differ: {late[:3]}")
     return tree, (

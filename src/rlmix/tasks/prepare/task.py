@@ -9,13 +9,14 @@ from pathlib import Path
 
 from rlmix.core.errors import DataError
 from rlmix.tasks.prepare.git import git
+from rlmix.tasks.prepare.image import plain_file, resolve
 from rlmix.tasks.prepare.inspect import Original, inspect
 from rlmix.tasks.prepare.lines import telling_lines
 from rlmix.tasks.prepare.manifest import SCHEMA_VERSION, Excluded, Manifest
 from rlmix.tasks.prepare.overlay import clean_tree, make_overlay
 from rlmix.tasks.prepare.proof import prove
 from rlmix.tasks.prepare.recreate import recreate
-from rlmix.tasks.prepare.worktree import copy_base, set_times
+from rlmix.tasks.prepare.worktree import copy_base, indexed, set_times
 from rlmix.tasks.record import SourceTask
 from rlmix.tasks.sources.patches import paths_in
 
@@ -59,34 +60,39 @@ def _read_manifest(out: Path) -> Manifest | None:
 
 def _prepare(task: SourceTask, rootfs: Path, work: Path) -> Manifest:
     public, hidden = task.public, task.hidden
-    source = rootfs / public.workdir.strip("/")
-    if not source.is_dir():
+    rootfs = rootfs.resolve()
+    source = resolve(rootfs, public.workdir)
+    if source == rootfs or not source.is_dir():
         raise DataError(f"the image has no folder {public.workdir}")
-    original = inspect(source, public.base.commit if public.base.kind == "commit" else "")
+    original = inspect(rootfs, source, public.base.commit if public.base.kind == "commit" else "")
     is_commit = public.base.kind == "commit" and original.head != original.base
     gone = _hidden_paths(task)
     copied = copy_base(
         source,
         work / "repo",
-        git_dir=original.git_dir,
+        env=original.env,
         commit=original.base if is_commit else "",
         gone=gone,
     )
     fix = _fix(task, source, original)
-    diff = fix + "\n" + hidden.hidden_patch
-    base_files = _base_files(work / "repo", copied.tracked, source, original)
-    lines = telling_lines(diff, (file.read_bytes() for file in base_files))
-    replaced = clean_tree(work / "repo", lines)
+    tracked = copied.tracked or indexed(source, original.env)
+    base_files = [file for path in tracked if (file := plain_file(work / "repo", path))]
+    # Two lists, so that many lines of tests push none of the fix out.
+    fix_lines, test_lines = (
+        telling_lines(diff, (file.read_bytes() for file in base_files))
+        for diff in (fix, hidden.hidden_patch)
+    )
+    lines = (*fix_lines, *test_lines)
+    replaced = clean_tree(work / "repo", lines, frozenset(tracked))
     overlaid = make_overlay(
         rootfs,
-        public.workdir,
+        source,
         work / "repo",
         work / "overlay",
         lines,
         gone=hidden.image_paths,
-        is_fix_known=bool(fix),
+        is_fix_known=bool(fix_lines),
     )
-    tracked = copied.tracked or _tracked_now(source, original)
     commit = recreate(work, tracked=tracked, tag=original.tag, distance=original.tag_distance)
     tree, proof = prove(
         work,
@@ -109,7 +115,7 @@ def _prepare(task: SourceTask, rootfs: Path, work: Path) -> Manifest:
         overlaid=(*replaced, *overlaid),
         ignored=tuple(ignored[:MAX_NAMED]),
         num_ignored=len(ignored),
-        proof=(*proof, _said_of_fix(fix, overlaid)),
+        proof=(*proof, _said_of_fix(fix, fix_lines, overlaid)),
     )
 
 
@@ -133,7 +139,6 @@ def _fix(task: SourceTask, source: Path, original: Original) -> str:
         return ""
     if gold.patch and not gold.is_reversed:
         return gold.patch
-    env = {"GIT_DIR": str(original.git_dir)}
     if gold.is_reversed:
         # The patch makes the bug: what it removes is what the fix adds.
         swapped = {"+": "-", "-": "+"}
@@ -141,19 +146,9 @@ def _fix(task: SourceTask, source: Path, original: Original) -> str:
         return "\n".join(swapped.get(line[:1], line[:1]) + line[1:] for line in lines)
     if gold.commit and original.base:
         args = ("diff-tree", "-p", "--no-ext-diff", "--no-textconv", original.base, gold.commit)
-        return git(*args, cwd=source, env=env, check=False).decode(errors="replace")
+        diff = git(*args, cwd=source, env=dict(original.env), check=False)
+        return diff.decode(errors="replace")
     return ""
-
-
-def _base_files(repo: Path, tracked: list[str], source: Path, original: Original) -> list[Path]:
-    """Files of the base whose lines tell nothing."""
-    paths = tracked or _tracked_now(source, original)
-    return [repo / p for p in paths if (repo / p).is_file() and not (repo / p).is_symlink()]
-
-
-def _tracked_now(source: Path, original: Original) -> list[str]:
-    listing = git("ls-files", "-z", cwd=source, env={"GIT_DIR": str(original.git_dir)})
-    return [p.decode("utf-8", "surrogateescape") for p in listing.split(b"\0") if p]
 
 
 def _ignored(repo: Path) -> list[str]:
@@ -170,10 +165,11 @@ def _left_behind(original: Original) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _said_of_fix(fix: str, overlaid: list[str]) -> str:
-    if fix:
+def _said_of_fix(fix: str, fix_lines: tuple[bytes, ...], overlaid: list[str]) -> str:
+    if fix_lines:
         return f"no copy of the fix in the image; {len(overlaid)} paths lie under the overlay"
+    why = "adds no line that tells" if fix else "is unknown"
     return (
-        "the fix is unknown: installed copies of the project were replaced by the base's files, "
+        f"the fix {why}: installed copies of the project were replaced by the base's files, "
         f"{len(overlaid)} paths lie under the overlay"
     )

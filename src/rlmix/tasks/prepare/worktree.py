@@ -8,12 +8,13 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlmix.core.errors import DataError
 from rlmix.tasks.prepare.git import git
+from rlmix.tasks.prepare.image import is_git_data, is_git_folder
 
 MTIME_S = 1_700_000_000
 CACHES = frozenset(
@@ -36,10 +37,13 @@ class Copied:
     """Paths of the base commit; empty when the image's work tree is the base."""
 
 
-def copy_base(repo: Path, out: Path, *, git_dir: Path, commit: str, gone: frozenset[str]) -> Copied:
+def copy_base(
+    repo: Path, out: Path, *, env: Mapping[str, str], commit: str, gone: frozenset[str]
+) -> Copied:
     """Fill the new folder `out` with the base.
 
     Args:
+        env: names the git folder of `repo` to git.
         commit: base whose blobs are written; empty: the work tree as it is.
         gone: relative paths that must not be taken over (hidden tests).
 
@@ -48,14 +52,26 @@ def copy_base(repo: Path, out: Path, *, git_dir: Path, commit: str, gone: frozen
     """
     copied = Copied()
     out.mkdir(parents=True)
-    env = {"GIT_DIR": str(git_dir)}
     tracked = _tracked(repo, commit, env) if commit else {}
     # A file that the base and the image's head share is taken as it lies there, with the line ends
     # that a checkout gave it; of the others the commit has the only true content.
     head = _tracked(repo, "HEAD", env) if commit else {}
     shared = {path for path in tracked if tracked[path] == head.get(path)}
+    own = set(tracked or indexed(repo, env))
+    folders = {above for path in own for above in _above(path)}
+    git_folders: list[str] = []
     for path, entry in walk(repo):
         name = path.rpartition("/")[2]
+        if path.startswith(tuple(git_folders)):
+            continue
+        if path in folders and commit and not entry.is_dir(follow_symlinks=False):
+            # A link here would lead the commit's files elsewhere.
+            copied.purged.append(path)
+            continue
+        if _is_git(entry, path, own, folders):
+            copied.purged.append(path)
+            git_folders.append(f"{path}/")
+            continue
         if name == ".git" or name in CACHES or path in gone or name.endswith((".pyc", ".pyo")):
             if name != ".git" or path != ".git":
                 copied.purged.append(path)
@@ -66,6 +82,27 @@ def copy_base(repo: Path, out: Path, *, git_dir: Path, commit: str, gone: frozen
     _write_blobs(repo, out, tracked, env, gone, copied)
     copied.tracked = sorted(tracked)
     return copied
+
+
+def _above(path: str) -> Iterator[str]:
+    while "/" in path:
+        path = path.rpartition("/")[0]
+        yield path
+
+
+def _is_git(entry: os.DirEntry[str], path: str, own: set[str], folders: set[str]) -> bool:
+    """Another repository's git folder or objects, unless the base itself records them."""
+    if path == ".git" or path in own or path in folders:
+        return False
+    if entry.is_dir(follow_symlinks=False):
+        return is_git_folder(Path(entry.path))
+    return entry.is_file(follow_symlinks=False) and is_git_data(path, Path(entry.path))
+
+
+def indexed(repo: Path, env: Mapping[str, str]) -> list[str]:
+    """Paths that the index of the image's repository records."""
+    listing = git("ls-files", "-z", cwd=repo, env=dict(env))
+    return [os.fsdecode(path) for path in listing.split(b"\0") if path]
 
 
 def walk(root: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
@@ -99,10 +136,10 @@ def _copy_entry(entry: os.DirEntry[str], target: Path, copied: Copied, path: str
         copied.purged.append(path)
 
 
-def _tracked(repo: Path, commit: str, env: dict[str, str]) -> dict[str, tuple[str, str]]:
+def _tracked(repo: Path, commit: str, env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Path -> (mode, blob) of a commit."""
     found = {}
-    listing = git("ls-tree", "-r", "-z", "--full-tree", commit, cwd=repo, env=env)
+    listing = git("ls-tree", "-r", "-z", "--full-tree", commit, cwd=repo, env=dict(env))
     for line in listing.split(b"\0"):
         if line:
             facts, _, path = line.partition(b"\t")
@@ -115,7 +152,7 @@ def _write_blobs(
     repo: Path,
     out: Path,
     tracked: dict[str, tuple[str, str]],
-    env: dict[str, str],
+    env: Mapping[str, str],
     gone: frozenset[str],
     copied: Copied,
 ) -> None:
@@ -129,7 +166,7 @@ def _write_blobs(
                 raise DataError(f"the submodule {path} has no files in the image")
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
-        content = git("cat-file", "blob", blob, cwd=repo, env=env)
+        content = git("cat-file", "blob", blob, cwd=repo, env=dict(env))
         if mode == "120000":
             os.symlink(os.fsdecode(content), target)
         else:
