@@ -148,6 +148,8 @@ class Pool:
         self.name = table.model.pool
         self.replicas: dict[str, Replica] = {}
         self.num_ready = 0
+        self.is_changed = True
+        """Since its emptiest replica was looked at last."""
         self._open: list[dict[str, Replica]] = []
         self._lowest = 0
         self._next_number = 0
@@ -166,6 +168,7 @@ class Pool:
         """From now on it takes new sessions."""
         replica.state = ReplicaState.READY
         self.num_ready += 1
+        self.is_changed = True
         self._bucket(len(replica.sessions))[replica.name] = replica
         self._lowest = min(self._lowest, len(replica.sessions))
 
@@ -173,11 +176,13 @@ class Pool:
         if replica.state is ReplicaState.READY:
             del self._bucket(len(replica.sessions))[replica.name]
             self.num_ready -= 1
+            self.is_changed = True
         replica.state = ReplicaState.DRAINING
 
     def moved(self, replica: Replica, before: int) -> None:
         """Its number of sessions was `before`."""
         if replica.state is ReplicaState.READY:
+            self.is_changed = True
             del self._open[before][replica.name]
             now = len(replica.sessions)
             self._bucket(now)[replica.name] = replica

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from heapq import nsmallest
+from operator import itemgetter
 from typing import Any
 
 from rlmix.router.states import ReplicaState
@@ -144,7 +146,8 @@ class Simulation:
         self._number = itertools.count()
         self._waiting: deque[Session] = deque()
         self._open = 0
-        self._faces: dict[str, tuple[str, int, Face]] = {}
+        self._faces: dict[str, tuple[tuple[float | str, ...], Face]] = {}
+        """Pool -> the router's key for a new session on its emptiest replica, and that."""
         self._weights = Weights(busy_frac=0.0, uncached_tokens=scenario.shape.new_tokens)
         lines = [line for line in scenario.trace if line["kind"] == "session"]
         self._given = itertools.cycle(lines) if lines else None
@@ -296,8 +299,7 @@ class Simulation:
             output_tokens=self.scenario.shape.output_tokens,
             view=view,
         )
-        faces = [self._face(one) for pool in self.pools.values() if (one := pool.emptiest())]
-        chosen = choose_replica(faces, strategy=shortest_delay, ask=ask, weights=self._weights)
+        chosen = self._choose(ask)
         if isinstance(chosen, Refusal):
             return chosen
         replica, count = chosen.replica, len(chosen.replica.sessions)
@@ -310,13 +312,29 @@ class Simulation:
         self._expect_end(replica)
         return None
 
-    def _face(self, replica: Replica) -> Face:
-        known = self._faces.get(replica.pool.name)
-        if known is not None and known[:2] == (replica.name, replica.stamp):
-            return known[2]
-        face = Face(replica)
-        self._faces[replica.pool.name] = (replica.name, replica.stamp, face)
-        return face
+    def _choose(self, ask: Ask) -> Face | Refusal:
+        """The router's choice. A new session asks what the one before it asked, so keys of pools
+        that have not changed still hold, and the two smallest decide: the second is there because
+        the policy may refuse the first."""
+        if ask.view is not None:
+            faces = [Face(one) for pool in self.pools.values() if (one := pool.emptiest())]
+            return choose_replica(faces, strategy=shortest_delay, ask=ask, weights=self._weights)
+        for name, pool in self.pools.items():
+            if pool.is_changed:
+                pool.is_changed = False
+                emptiest = pool.emptiest()
+                if emptiest is None:
+                    self._faces.pop(name, None)
+                else:
+                    face = Face(emptiest)
+                    key = (*shortest_delay(face, ask, self._weights), face.name)
+                    self._faces[name] = (key, face)
+        ranked = [face for _, face in nsmallest(2, self._faces.values(), key=itemgetter(0))]
+        chosen = choose_replica(ranked, strategy=shortest_delay, ask=ask, weights=self._weights)
+        if isinstance(chosen, Refusal) and len(self._faces) > len(ranked):
+            every = [face for _, face in self._faces.values()]
+            return choose_replica(every, strategy=shortest_delay, ask=ask, weights=self._weights)
+        return chosen
 
     def _expect_end(self, replica: Replica) -> None:
         at_s = replica.next_end_s(now_s=self.now_s)
