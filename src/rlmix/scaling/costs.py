@@ -28,6 +28,41 @@ class StepCost:
         return {"cost/step_usd": self.usd, **pools}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitCosts:
+    """What one piece of a step cost; None where the step had none of it."""
+
+    trajectory_usd: float | None
+    """Of a trajectory that trained; dropped and void ones are in its price."""
+    per_1k_tokens_usd: float | None
+    """Of 1,000 trained tokens."""
+
+    def metrics(self) -> dict[str, float]:
+        """Under the names of `metrics.jsonl`; what is not known is left out."""
+        named = {
+            "cost/trajectory_usd": self.trajectory_usd,
+            "cost/per_1k_tokens_usd": self.per_1k_tokens_usd,
+        }
+        return {name: usd for name, usd in named.items() if usd is not None}
+
+
+def unit_costs(usd: float, *, trajectories: int, trained_tokens: int) -> UnitCosts:
+    """Spread the cost of an interval over what was trained in it.
+
+    Worked: 0.60 USD for 120 trajectories of 400 tokens: 0.005 USD each, and 0.60 / 48 = 0.0125
+    USD for 1,000 tokens.
+
+    Raises:
+        ValueError: a number is negative.
+    """
+    if trajectories < 0 or trained_tokens < 0:
+        raise ValueError(f"negative amount: {trajectories} trajectories, {trained_tokens} tokens")
+    return UnitCosts(
+        trajectory_usd=usd / trajectories if trajectories else None,
+        per_1k_tokens_usd=1000.0 * usd / trained_tokens if trained_tokens else None,
+    )
+
+
 def interval_cost(
     replica_s: Mapping[str, float],
     usd_per_replica_hour: Mapping[str, float],

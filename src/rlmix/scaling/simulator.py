@@ -327,7 +327,10 @@ class Simulation:
                     self._faces.pop(name, None)
                 else:
                     face = Face(emptiest)
-                    key = (*shortest_delay(face, ask, self._weights), face.name)
+                    key: tuple[float | str, ...] = (
+                        *shortest_delay(face, ask, self._weights),
+                        face.name,
+                    )
                     self._faces[name] = (key, face)
         ranked = [face for _, face in nsmallest(2, self._faces.values(), key=itemgetter(0))]
         chosen = choose_replica(ranked, strategy=shortest_delay, ask=ask, weights=self._weights)

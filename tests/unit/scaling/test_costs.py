@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlmix.scaling.costs import CostMeter, interval_cost
+from rlmix.scaling.costs import CostMeter, interval_cost, unit_costs
 
 PRICES = {"b200": 4.5, "h100": 1.8}
 
@@ -64,3 +64,14 @@ def test_clock_that_goes_back_is_refused() -> None:
     meter.observe(10.0, {"b200": 1})
     with pytest.raises(ValueError, match="went back"):
         meter.close_interval(9.0)
+
+
+def test_a_step_is_priced_by_trajectory_and_by_a_thousand_trained_tokens() -> None:
+    # 0.60 USD: 120 trajectories at 0.005, 48,000 tokens at 0.0125 a thousand.
+    assert unit_costs(0.60, trajectories=120, trained_tokens=48_000).metrics() == pytest.approx(
+        {"cost/trajectory_usd": 0.005, "cost/per_1k_tokens_usd": 0.0125}
+    )
+    # A step in which everything was dropped has no price for what it did not make.
+    assert unit_costs(0.60, trajectories=0, trained_tokens=0).metrics() == {}
+    with pytest.raises(ValueError, match="negative amount: -1 trajectories"):
+        unit_costs(0.60, trajectories=-1, trained_tokens=5)
