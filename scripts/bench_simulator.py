@@ -18,13 +18,15 @@ from rlmix.cli.train import facts_of
 from rlmix.config.compose import load_config
 from rlmix.observe.svg import Axes, Series, line_chart
 from rlmix.plan.build import build_plan
-from rlmix.scaling.compare import run_fleet, scaled_fleet
+from rlmix.scaling.compare import Fleet, run_fleet, scaled_fleet
 from rlmix.scaling.scenarios import MIXED, Request, fleets_of, request_of
+from rlmix.scaling.simulator import Outcome
 
 CONTEXTS = (8_192, 32_768, 65_536)
 B200_LIMIT = 8
 """B200s, and as many B300s, that can be had for sampling where they are limited: one machine each.
 B300s without limit beside scarce B200s would be no scarcity."""
+SIMULATED: dict[tuple[Any, ...], Outcome] = {}
 STYLE = (
     "svg{font-family:system-ui,sans-serif;background:#fff}"
     "text{fill:#4a515c;font-size:11px}.label{font-size:11.5px}"
@@ -54,10 +56,10 @@ def compared(hours: float, *, context: int, prices: str, b200: int | None) -> li
     )
     rows = []
     for fleet in fleets_of(asked):
-        outcome = run_fleet(fleet, asked.market, asked.scenario).to_dict()
+        outcome = priced(run_once(fleet, asked, context), asked)
         rows.append({
             "context": context, "prices": prices, "b200": b200, "gpus": fleet.gpus,
-            "missing": fleet.missing, "bought": dict(fleet.replicas), **outcome,
+            "missing": fleet.missing, "bought": dict(fleet.replicas), **outcome, "name": fleet.name,
         })  # fmt: skip
     mixed = rows[0]
     for row in rows:
@@ -65,6 +67,26 @@ def compared(hours: float, *, context: int, prices: str, b200: int | None) -> li
             mine, other = mixed[key], row[key]
             row[f"mixed_{key}_ratio"] = mine / other if mine and other else None
     return rows
+
+
+def run_once(fleet: Fleet, asked: Request, context: int) -> Outcome:
+    """Prices and quotas change nothing in the history of a fixed fleet, so it is simulated once."""
+    key = (context, tuple(sorted((name, n) for name, n in fleet.replicas.items() if n)))
+    if key not in SIMULATED:
+        SIMULATED[key] = run_fleet(fleet, asked.market, asked.scenario)
+    return SIMULATED[key]
+
+
+def priced(outcome: Outcome, asked: Request) -> dict[str, Any]:
+    """The outcome at the prices of a request."""
+    pools = sum(n * asked.market.model(name).usd_per_hour for name, n in outcome.replicas.items())
+    whole = pools + asked.scenario.trainer_usd_per_hour
+    updates = outcome.updates_per_h
+    return outcome.to_dict() | {
+        "usd_per_hour": whole,
+        "usd_per_update": whole / updates if updates else None,
+        "pools_usd_per_update": pools / updates if updates else None,
+    }
 
 
 def scaled(hours: float) -> list[dict[str, Any]]:
@@ -181,7 +203,7 @@ def main() -> None:
     contexts, prices = (
         (CONTEXTS[1:2], ("list",)) if arguments.quick else (CONTEXTS, ("list", "market"))
     )
-    hours = 2.0 if arguments.quick else 4.0
+    hours = 2.0 if arguments.quick else 3.0
     rows = [
         row
         for context in contexts
@@ -191,8 +213,8 @@ def main() -> None:
             hours * context / CONTEXTS[1], context=context, prices=price, b200=limit
         )
     ]
-    fixed_or_scaled = [] if arguments.quick else scaled(12.0)
-    times = [timed(200, 1.0)] if arguments.quick else [timed(64, 4.0), timed(2000, 2.0)]
+    fixed_or_scaled = [] if arguments.quick else scaled(6.0)
+    times = [timed(200, 1.0)] if arguments.quick else [timed(64, 4.0), timed(2000, 0.5)]
     if arguments.svg is not None:
         arguments.svg.write_text(plot(rows))
     if arguments.json:
