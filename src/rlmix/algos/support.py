@@ -49,6 +49,35 @@ def candidate_mask(support: Support) -> Tensor:
     return kept_mask(support.sampler_logprobs_TK) & kept_mask(support.trainer_logprobs_TK.detach())
 
 
+def on_kept_set(
+    sampled_T: Tensor, kept_scores_TK: Tensor, kept_TK: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Logprobs renormalised on kept sets, from scores (logits over the temperature).
+
+    Args:
+        sampled_T: float [T], score of the sampled id, which must be in its own kept set.
+        kept_scores_TK: float [T, K], anything in padded slots.
+        kept_TK: bool [T, K], True in real slots.
+    Returns:
+        ([T] logprob of the sampled id, [T, K] logprobs of the kept ids, -inf in padded slots).
+    """
+    # The lowest finite number instead of -inf: its softmax is 0 and its gradient is 0, not nan.
+    lowest = torch.finfo(kept_scores_TK.dtype).min
+    normaliser_T = kept_scores_TK.masked_fill(~kept_TK, lowest).logsumexp(dim=1)
+    return on_vocabulary(sampled_T, kept_scores_TK, kept_TK, normaliser_T)
+
+
+def on_vocabulary(
+    sampled_T: Tensor, scores_TK: Tensor, kept_TK: Tensor, normaliser_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Logprobs of the sampled id and of some others from their scores and the normaliser.
+
+    Arguments as in `on_kept_set`; the sampled id may lie outside the others.
+    """
+    logprobs_TK = scores_TK - normaliser_T[:, None]
+    return sampled_T - normaliser_T, logprobs_TK.masked_fill(~kept_TK, float("-inf"))
+
+
 def replayed_logprobs(
     logits_TV: Tensor, ids_T: Tensor, kept_ids_TK: Tensor, kept_TK: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -65,13 +94,8 @@ def replayed_logprobs(
         ([T] logprob of the sampled id, [T, K] logprobs of the kept ids, -inf in padded slots).
     Source: arXiv:2512.02556 section 3.1 (Keep Sampling Mask).
     """
-    kept_logits_TK = logits_TV.gather(1, kept_ids_TK)
-    # The lowest finite number instead of -inf: its softmax is 0 and its gradient is 0, not nan.
-    lowest = torch.finfo(logits_TV.dtype).min
-    normaliser_T = kept_logits_TK.masked_fill(~kept_TK, lowest).logsumexp(dim=1)
-    sampled_T = logits_TV.gather(1, ids_T[:, None])[:, 0] - normaliser_T
-    kept_logprobs_TK = kept_logits_TK - normaliser_T[:, None]
-    return sampled_T, kept_logprobs_TK.masked_fill(~kept_TK, float("-inf"))
+    sampled_T = logits_TV.gather(1, ids_T[:, None])[:, 0]
+    return on_kept_set(sampled_T, logits_TV.gather(1, kept_ids_TK), kept_TK)
 
 
 def head_logprobs(
@@ -81,10 +105,9 @@ def head_logprobs(
 
     Args and shapes as in `replayed_logprobs`; the sampled id may lie outside the head.
     """
-    normaliser_T = logits_TV.logsumexp(dim=1)
-    sampled_T = logits_TV.gather(1, ids_T[:, None])[:, 0] - normaliser_T
-    head_logprobs_TK = logits_TV.gather(1, head_ids_TK) - normaliser_T[:, None]
-    return sampled_T, head_logprobs_TK.masked_fill(~kept_TK, float("-inf"))
+    sampled_T = logits_TV.gather(1, ids_T[:, None])[:, 0]
+    scores_TK = logits_TV.gather(1, head_ids_TK)
+    return on_vocabulary(sampled_T, scores_TK, kept_TK, logits_TV.logsumexp(dim=1))
 
 
 def full_logprobs(logits_TV: Tensor, ids_T: Tensor) -> Tensor:

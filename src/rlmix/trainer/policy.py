@@ -1,9 +1,9 @@
 """The policy as the trainer sees it: a Transformers causal LM in BF16.
 
-Invariants: every parameter of the checkpoint is accounted for, or loading fails; logits are made
-only where the policy sampled a token, never for all tokens; logits, softmax and logprobs are
-float32 whatever the model's dtype; dropout is off, because the ratio to the sampler would
-otherwise contain it.
+Invariants: every parameter of the checkpoint is accounted for, or loading fails; the head runs only
+where the policy sampled a token, and there is never a tensor that grows with tokens times
+vocabulary; logits, softmax and logprobs are float32 whatever the model's dtype; dropout is off,
+because the ratio to the sampler would otherwise contain it.
 """
 
 # B rows, T padded length, P policy tokens, H hidden size, V vocabulary, K kept-set slots
@@ -18,15 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlmix.algos.chunked_head import HeadScores, head_scores
 from rlmix.algos.corrections import in_compute_dtype
-from rlmix.algos.support import (
-    Support,
-    entropy,
-    full_logprobs,
-    head_logprobs,
-    kept_mask,
-    replayed_logprobs,
-)
+from rlmix.algos.support import Support, kept_mask, on_kept_set, on_vocabulary
 from rlmix.batch.packing import MicroBatch
 from rlmix.core.errors import TrainerError
 from rlmix.trainer.routing import Routers, RoutingTally
@@ -152,13 +146,31 @@ class Policy:
         ).last_hidden_state
 
     def logits(self, hidden_PH: Tensor) -> Tensor:
-        """float32 [P, V]: BF16 weights and hidden states, multiplied and summed in float32."""
+        """float32 [P, V] of a few positions: BF16 weights and hidden states, summed in float32."""
         # A BF16 result would round logits near 10 by 0.03, more than the formats do.
         bias = self._head.bias
         return F.linear(
             in_compute_dtype(hidden_PH),
             in_compute_dtype(self._head.weight),
             None if bias is None else in_compute_dtype(bias),
+        )
+
+    def scores(
+        self,
+        hidden_PH: Tensor,
+        ids_PK: Tensor,
+        is_slot_PK: Tensor | None = None,
+        *,
+        temperature: float,
+    ) -> HeadScores:
+        """Scores of ids beside normaliser and entropy, see `algos.chunked_head.head_scores`."""
+        return head_scores(
+            hidden_PH,
+            self._head.weight,
+            ids_PK,
+            temperature=temperature,
+            bias_V=self._head.bias,
+            is_slot_PK=is_slot_PK,
         )
 
     def token_logprobs(
@@ -172,22 +184,22 @@ class Policy:
         """
         hidden_BTH, routing = self._replayed_hidden(batch)
         rows_P, cols_P = torch.from_numpy(batch.rows_P), torch.from_numpy(batch.cols_P)
-        logits_PV = self.logits(hidden_BTH[rows_P, cols_P - 1]) / temperature
-        sampled_P = torch.from_numpy(batch.sampled_P)
-        with torch.no_grad():
-            entropy_P = entropy(logits_PV)
-            head = _recorded_head(logits_PV, batch)
-        if batch.kept_ids_PK is None or batch.kept_logprobs_PK is None:
-            full_P = full_logprobs(logits_PV, sampled_P)
+        asked = _Asked.of(batch)
+        found = self.scores(
+            hidden_BTH[rows_P, cols_P - 1], asked.ids_PK, asked.is_slot_PK, temperature=temperature
+        )
+        sampled_P = found.scores_PK[:, 0]
+        entropy_P = found.entropy_P.detach()
+        head = asked.head(found)
+        if batch.kept_logprobs_PK is None or (batch.kept_exact and not replay):
+            full_P = sampled_P - found.normaliser_P
             return TokenLogprobs(full_P, None, entropy_P, routing, head)
-        kept_ids_PK = torch.from_numpy(batch.kept_ids_PK)
         sampler_PK = torch.from_numpy(batch.kept_logprobs_PK)
-        kept_PK = kept_mask(sampler_PK)
-        if batch.kept_exact and not replay:
-            full_P = full_logprobs(logits_PV, sampled_P)
-            return TokenLogprobs(full_P, None, entropy_P, routing, head)
-        gather = replayed_logprobs if batch.kept_exact else head_logprobs
-        trainer_P, trainer_PK = gather(logits_PV, sampled_P, kept_ids_PK, kept_PK)
+        kept_PK, scores_PK = kept_mask(sampler_PK), found.scores_PK[:, asked.kept]
+        if batch.kept_exact:
+            trainer_P, trainer_PK = on_kept_set(sampled_P, scores_PK, kept_PK)
+        else:
+            trainer_P, trainer_PK = on_vocabulary(sampled_P, scores_PK, kept_PK, found.normaliser_P)
         support = Support(trainer_PK, sampler_PK, batch.kept_exact)
         return TokenLogprobs(trainer_P, support, entropy_P, routing, head)
 
@@ -216,8 +228,10 @@ class Policy:
         hidden_BTH = self.hidden(ids_BT)
         found = []
         for row, length in enumerate(lengths):
-            logits_PV = self.logits(hidden_BTH[row, : length - 1]) / temperature
-            found.append(full_logprobs(logits_PV, ids_BT[row, 1:length]))
+            scores = self.scores(
+                hidden_BTH[row, : length - 1], ids_BT[row, 1:length, None], temperature=temperature
+            )
+            found.append(scores.scores_PK[:, 0] - scores.normaliser_P)
         return found
 
     def computed_otherwise(self, *, num_tokens: int) -> AbstractContextManager[None]:
@@ -273,16 +287,47 @@ def _with_attention(model: Any, implementation: str) -> Iterator[None]:
         model.set_attn_implementation(used)
 
 
-def _recorded_head(logits_PV: Tensor, batch: MicroBatch) -> Support | None:
-    """Both sides' full-vocabulary logprobs of the heads beside kept sets."""
-    if batch.head_tokens_H is None or batch.head_ids_HK is None or batch.head_logprobs_HK is None:
-        return None
-    sampler_HK = torch.from_numpy(batch.head_logprobs_HK)
-    tokens_H = torch.from_numpy(batch.head_tokens_H)
-    _, trainer_HK = head_logprobs(
-        logits_PV[tokens_H],
-        torch.from_numpy(batch.sampled_P)[tokens_H],
-        torch.from_numpy(batch.head_ids_HK),
-        kept_mask(sampler_HK),
-    )
-    return Support(trainer_HK, sampler_HK, is_exact=False)
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The ids whose scores a micro-batch needs: sampled, then kept sets, then heads beside them."""
+
+    ids_PK: Tensor
+    is_slot_PK: Tensor
+    kept: slice
+    """Columns of the kept sets."""
+    head_tokens_H: Tensor | None
+    sampler_HK: Tensor | None
+    """Both None when no head was recorded beside a kept set."""
+
+    @classmethod
+    def of(cls, batch: MicroBatch) -> "_Asked":
+        ids = [torch.from_numpy(batch.sampled_P)[:, None]]
+        slots = [torch.ones_like(ids[0], dtype=torch.bool)]
+        if batch.kept_ids_PK is not None and batch.kept_logprobs_PK is not None:
+            ids.append(torch.from_numpy(batch.kept_ids_PK))
+            slots.append(kept_mask(torch.from_numpy(batch.kept_logprobs_PK)))
+        kept = slice(1, sum(part.shape[1] for part in ids))
+        tokens_H = sampler_HK = None
+        if batch.head_tokens_H is not None and batch.head_logprobs_HK is not None:
+            assert batch.head_ids_HK is not None
+            tokens_H = torch.from_numpy(batch.head_tokens_H)
+            sampler_HK = torch.from_numpy(batch.head_logprobs_HK)
+            shape = (len(batch.sampled_P), sampler_HK.shape[1])
+            head_ids_PK = torch.zeros(shape, dtype=torch.int64)
+            head_ids_PK[tokens_H] = torch.from_numpy(batch.head_ids_HK)
+            is_head_PK = torch.zeros(shape, dtype=torch.bool)
+            is_head_PK[tokens_H] = kept_mask(sampler_HK)
+            ids.append(head_ids_PK)
+            slots.append(is_head_PK)
+        return cls(torch.cat(ids, 1), torch.cat(slots, 1), kept, tokens_H, sampler_HK)
+
+    def head(self, found: HeadScores) -> Support | None:
+        """Both sides' full-vocabulary logprobs of the heads beside kept sets, detached."""
+        if self.head_tokens_H is None or self.sampler_HK is None:
+            return None
+        scores_HK = found.scores_PK.detach()[self.head_tokens_H, self.kept.stop :]
+        normaliser_H = found.normaliser_P.detach()[self.head_tokens_H]
+        _, trainer_HK = on_vocabulary(
+            scores_HK[:, 0], scores_HK, kept_mask(self.sampler_HK), normaliser_H
+        )
+        return Support(trainer_HK, self.sampler_HK, is_exact=False)
