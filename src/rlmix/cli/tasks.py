@@ -123,6 +123,8 @@ def _cases(
     from rlmix.tasks.sources.read import PUBLIC_SETS
 
     if source == "generated":
+        if path is not None:
+            raise ConfigError(f"--path {path}: generated tasks come from no folder; leave it out")
         made = open_source("generated", split="train", seed=seed, limit=limit or 50)
         for task_id in made.task_ids():
             hidden = made.hidden(task_id)
@@ -189,12 +191,15 @@ def _earlier(path: Path) -> list[dict[str, str]]:
 
 
 def _write_exclusions(path: Path, results: "list[GateResult]") -> None:
-    """`gates.jsonl` beside the set: every task that was checked, with what was found."""
+    """`gates.jsonl` beside the set: every task that was ever checked, with what was found last."""
     import json
 
-    part = path / "gates.jsonl.part"
-    part.write_text("".join(json.dumps(asdict(result)) + "\n" for result in results))
-    part.replace(path / "gates.jsonl")
+    file, part = path / "gates.jsonl", path / "gates.jsonl.part"
+    lines = file.read_text().splitlines() if file.is_file() else []
+    found = {row["task_id"]: row for row in map(json.loads, filter(None, lines))}
+    found |= {result.task_id: asdict(result) for result in results}
+    part.write_text("".join(json.dumps(row) + "\n" for row in found.values()))
+    part.replace(file)
 
 
 class _progress:

@@ -11,14 +11,12 @@ from pathlib import Path
 
 from rlmix.core.errors import ConfigError, DataError
 from rlmix.core.task import Commit, HiddenTask, PublicTask
-from rlmix.tasks.prepared import PreparedSource, hidden_task
+from rlmix.tasks.prepared import HARD_FILES, PreparedSource, hidden_task
 from rlmix.tasks.record import SourceTask
 from rlmix.tasks.sources.read import EVALUATION_ONLY, read_set
 
 MINI = Path(__file__).parent / "mini"
 SUMS = "SHA256SUMS"
-HARD_FILES = ("hard_ids.txt", "v2/hard51_ids.txt", "hard51_ids.txt")
-"""Where a set lists its hard tasks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

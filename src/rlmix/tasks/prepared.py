@@ -25,6 +25,8 @@ from rlmix.tasks.record import SourceTask
 SCHEMA_VERSION = 1
 PRO = "pro"
 """Kind of tests of SWE-bench Pro: a script and a parser per task."""
+HARD_FILES = ("hard_ids.txt", "v2/hard51_ids.txt", "hard51_ids.txt")
+"""Where a set lists its hard tasks."""
 EVAL_FRAC = 0.1
 """Share of a set's tasks that are held out for the closing evaluation, by hash of the id."""
 
@@ -96,6 +98,7 @@ class PreparedSource:
         ]
         self._public = {record["task_id"]: record for record in chosen[:limit]}
         self._hidden: dict[str, dict[str, Any]] | None = None
+        self._gold: dict[str, str] | None = None
 
     def task_ids(self) -> tuple[str, ...]:
         return tuple(self._public)
@@ -121,10 +124,10 @@ class PreparedSource:
 
     def reference(self, task_id: str) -> bytes:
         """The reference fix, for gates; empty when the set has none."""
-        for record in _read(self._folder / "gold.jsonl"):
-            if record["task_id"] == task_id:
-                return record["diff"].encode()
-        return b""
+        if self._gold is None:
+            records = _read(self._folder / "gold.jsonl")
+            self._gold = {one["task_id"]: one["diff"] for one in records}
+        return self._gold.get(task_id, "").encode("utf-8", "surrogateescape")
 
     def record(self, task_id: str) -> dict[str, Any]:
         """What `tasks.jsonl` says of a task."""
@@ -160,7 +163,7 @@ def hidden_task(record: dict[str, Any]) -> HiddenTask:
         reference_diff="",
         test_command=record["test_command"],
         runner="" if is_pro else record["runner"],
-        hidden_patch=record["hidden_patch"].encode(),
+        hidden_patch=record["hidden_patch"].encode("utf-8", "surrogateescape"),
         name_style=record["name_style"],
         test_env=record["env"],
     )

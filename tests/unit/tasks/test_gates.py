@@ -10,7 +10,7 @@ from rlmix.cli.app import app
 from rlmix.core.errors import ConfigError, DataError
 from rlmix.core.task import Commit, HiddenTask, PublicTask
 from rlmix.tasks.gates import GateResult, check_task
-from rlmix.tasks.prepare.set import prepare_set, slug
+from rlmix.tasks.prepare.set import copy_hard_ids, folder_name, prepare_set, slug
 from rlmix.tasks.prepared import PreparedSource, is_held_out
 from tests.unit.tasks.conftest import Court
 from tests.unit.tasks.prepare.images import BUGGY, FIX, HIDDEN_PATCH, leaking_image, sh, write
@@ -181,6 +181,42 @@ def test_a_task_that_failed_its_gates_is_not_trained_on(tmp_path: Path) -> None:
         assert PreparedSource(out, name="swe_rebench", split=split, limit=None).task_ids() == ()
 
 
+def test_checking_a_part_of_a_set_forgets_no_task_that_failed_before(
+    tmp_path: Path, court: Court
+) -> None:
+    data, images, out = make_set(tmp_path)
+    prepare_set("swe_rebench", data, images, out, revision="r", limit=None)
+    write(out, {"gates.jsonl": json.dumps({"task_id": "other", "reason": "flaky"}) + "\n"})
+    args = ["tasks", "check", "swe_rebench", "--path", str(out), "--limit", "1", "--runs", "1"]
+    assert CliRunner().invoke(app, args).exit_code == 0
+    rows = [json.loads(line) for line in (out / "gates.jsonl").read_text().splitlines()]
+    assert [(row["task_id"], row["reason"]) for row in rows] == [
+        ("other", "flaky"),
+        ("owner__pack-1", ""),
+    ]
+
+
+def test_ids_that_differ_in_odd_letters_only_have_folders_of_their_own(tmp_path: Path) -> None:
+    assert slug("a/b") == slug("a__b")
+    assert folder_name("a__b") == "a__b"
+    assert len({folder_name(name) for name in ("a/b", "a__b", "a:b", ".a__b", "x" * 300)}) == 5
+    assert len(folder_name("x" * 300)) < 240
+
+
+def test_a_list_of_hard_tasks_goes_along(tmp_path: Path) -> None:
+    write(tmp_path, {"data/v2/hard51_ids.txt": "one\n"})
+    copy_hard_ids(tmp_path / "data", tmp_path / "out")
+    assert (tmp_path / "out/v2/hard51_ids.txt").read_text() == "one\n"
+
+
+def test_a_reference_with_bytes_that_are_no_utf8_comes_back_as_it_was(tmp_path: Path) -> None:
+    text = json.dumps({"task_id": "t", "diff": b"+caf\xe9\n".decode("utf-8", "surrogateescape")})
+    write(tmp_path, {"set.json": '{"schema_version": 1, "source": "mimo", "revision": "r"}',
+                     "tasks.jsonl": "", "gold.jsonl": text + "\n"})  # fmt: skip
+    source = PreparedSource(tmp_path, name="mimo", split="train", limit=None)
+    assert source.reference("t") == b"+caf\xe9\n"
+
+
 def test_a_folder_that_is_no_prepared_set_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no prepared set there; make one with `rlmix tasks pre"):
         PreparedSource(tmp_path, name="mimo", split="train", limit=None)
@@ -196,6 +232,7 @@ def test_wrong_requests_exit_2_with_one_sentence(tmp_path: Path) -> None:
     runner = CliRunner()
     for args, said in (
         (["check", "swebench"], "unknown set; allowed: generated, harbor, mimo"),
+        (["check", "generated", "--path", str(tmp_path)], "generated tasks come from no folder"),
         (["prepare", "generated"], "there is nothing to prepare; `rlmix tasks check generated`"),
         (["prepare", "mimo", "--path", "x"], "--images and --out missing"),
         (["check", "mimo"], "give the prepared set with --path DIR"),

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -11,6 +11,8 @@ class Manifest:
     """One prepared task."""
 
     task_id: str
+    inputs: str
+    """Digest of the task that was prepared: another fix or hidden test makes another one."""
     commit: str
     """The base in the re-created repository."""
     tree: str

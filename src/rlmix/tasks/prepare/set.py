@@ -1,5 +1,6 @@
 """Prepares every task of a set: finds its unpacked image, prepares it, keeps its reference fix."""
 
+import hashlib
 import re
 import shutil
 import tempfile
@@ -11,11 +12,13 @@ from rlmix.core.errors import ConfigError, DataError
 from rlmix.tasks.prepare.git import git
 from rlmix.tasks.prepare.manifest import Excluded, Manifest
 from rlmix.tasks.prepare.task import prepare_task
-from rlmix.tasks.prepared import write_set
+from rlmix.tasks.prepared import HARD_FILES, write_set
 from rlmix.tasks.record import BadRow, SourceTask
 from rlmix.tasks.sources.read import read_set
 
 REPOSITORIES = "repositories"
+MAX_NAME_CHARS = 200
+"""With a digest and `.incomplete` behind it still a name that every file system takes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +65,7 @@ def prepare_set(
         task_id = task.public.task_id
         on_task(task_id)
         rootfs = image_folder(task, images)
-        folder = out / REPOSITORIES / slug(task_id)
+        folder = out / REPOSITORIES / folder_name(task_id)
         if rootfs is None:
             excluded.append(Excluded(task_id=task_id, reason=_no_image(task, images)))
             continue
@@ -78,12 +81,21 @@ def prepare_set(
             excluded.append(Excluded(task_id=task_id, reason=reason))
             continue
         done.append((task, manifest, folder, diff))
+    copy_hard_ids(path, out)
     write_set(out, name=name, revision=revision, done=done, excluded=excluded)
     return PreparedSet(
         num_rows=found.num_rows,
         done=tuple(manifest for _, manifest, _, _ in done),
         excluded=tuple(excluded),
     )
+
+
+def copy_hard_ids(path: Path, out: Path) -> None:
+    """A list of hard tasks that lies in the data goes along, where evaluation looks for it."""
+    for name in HARD_FILES:
+        if (path / name).is_file():
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path / name, out / name)
 
 
 def bad_rows(found: tuple[BadRow, ...]) -> list[Excluded]:
@@ -103,7 +115,14 @@ def bad_rows(found: tuple[BadRow, ...]) -> list[Excluded]:
 
 def slug(text: str) -> str:
     """A folder name for an id or an image."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "__", text).strip("._") or "task"
+    return re.sub(r"[^A-Za-z0-9._-]+", "__", text).strip("._")[:MAX_NAME_CHARS] or "task"
+
+
+def folder_name(task_id: str) -> str:
+    """A folder of its own for every id: where letters had to go, a digest tells ids apart."""
+    name = slug(task_id)
+    digest = hashlib.sha256(task_id.encode("utf-8", "surrogatepass")).hexdigest()[:10]
+    return name if name == task_id else f"{name}-{digest}"
 
 
 def image_folder(task: SourceTask, images: Path) -> Path | None:

@@ -3,8 +3,10 @@
 Invariant: the folder of a task appears whole or not at all, and preparing it again changes nothing.
 """
 
+import hashlib
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 from rlmix.core.errors import DataError
@@ -18,7 +20,7 @@ from rlmix.tasks.prepare.proof import prove
 from rlmix.tasks.prepare.recreate import recreate
 from rlmix.tasks.prepare.worktree import copy_base, indexed, set_times
 from rlmix.tasks.record import SourceTask
-from rlmix.tasks.sources.patches import paths_in
+from rlmix.tasks.sources.patches import changes_in
 
 MAX_NAMED = 100
 
@@ -29,13 +31,14 @@ def prepare_task(task: SourceTask, rootfs: Path, out: Path) -> Manifest | Exclud
     `out` gets `repo/` (files and a new git folder), `capture/` (what diffs are taken with),
     `overlay/` (what lies on top of the image) and `manifest.json`.
     """
-    known = _read_manifest(out)
+    inputs = _inputs(task)
+    known = _read_manifest(out, inputs)
     if known is not None:
         return known
     work = out.with_name(f"{out.name}.incomplete")
     shutil.rmtree(work, ignore_errors=True)
     try:
-        manifest = _prepare(task, rootfs, work)
+        manifest = _prepare(task, rootfs, work, inputs)
     except (DataError, OSError, ValueError) as error:
         shutil.rmtree(work, ignore_errors=True)
         return Excluded(task_id=task.public.task_id, reason=str(error))
@@ -46,19 +49,27 @@ def prepare_task(task: SourceTask, rootfs: Path, out: Path) -> Manifest | Exclud
     return manifest
 
 
-def _read_manifest(out: Path) -> Manifest | None:
-    """What an earlier preparation wrote, if its form is today's."""
+def _inputs(task: SourceTask) -> str:
+    """What a preparation depends on beside the image, as a digest."""
+    public = task.public
+    facts = (public.task_id, public.workdir, asdict(public.base), asdict(task.hidden))
+    gold = None if task.gold is None else asdict(task.gold)
+    return hashlib.sha256(json.dumps((*facts, gold)).encode()).hexdigest()
+
+
+def _read_manifest(out: Path, inputs: str) -> Manifest | None:
+    """What an earlier preparation of the same task wrote, if its form is today's."""
     try:
         document = json.loads((out / "manifest.json").read_text())
     except (OSError, ValueError):
         return None
-    if document.get("schema_version") != SCHEMA_VERSION:
+    if document.get("schema_version") != SCHEMA_VERSION or document.get("inputs") != inputs:
         return None
     lists = ("left_behind", "purged", "overlaid", "ignored", "proof")
     return Manifest(**{**document, **{name: tuple(document[name]) for name in lists}})
 
 
-def _prepare(task: SourceTask, rootfs: Path, work: Path) -> Manifest:
+def _prepare(task: SourceTask, rootfs: Path, work: Path, inputs: str) -> Manifest:
     public, hidden = task.public, task.hidden
     rootfs = rootfs.resolve()
     source = resolve(rootfs, public.workdir)
@@ -107,6 +118,7 @@ def _prepare(task: SourceTask, rootfs: Path, work: Path) -> Manifest:
     set_times(work)
     return Manifest(
         task_id=public.task_id,
+        inputs=inputs,
         commit=commit,
         tree=tree,
         num_objects=len(git("rev-list", "--objects", "--all", cwd=work / "repo").splitlines()),
@@ -128,8 +140,7 @@ def _hidden_paths(task: SourceTask) -> frozenset[str]:
 
 
 def _added_by(patch: str) -> list[str]:
-    parts = ["diff --git " + part for part in patch.split("diff --git ")[1:]]
-    return [path for part in parts if "\nnew file mode" in part for path in paths_in(part)]
+    return [change.path for change in changes_in(patch) if change.makes_path]
 
 
 def _fix(task: SourceTask, source: Path, original: Original) -> str:

@@ -6,6 +6,7 @@ and reward file decide, so its rewards are weak.
 """
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from rlmix.tasks.sources.rows import Row
 
 NEEDED = ("instruction.md", "task.toml")
 WORKDIR = "/app"
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([MGTmgt])i?[Bb]?\s*")
 MIB = {"M": 1, "G": 1024, "T": 1024 * 1024}
 
 
@@ -61,6 +63,7 @@ def read_harbor(row: Row, *, source: str, revision: str) -> SourceTask | None:
     for name in NEEDED:
         row.text(name)
     settings = _settings(row)
+    limits = _limits(row, settings)
     patch = row.text("tests/test_patch.patch", needed=False)
     gold = row.text("solution/gold_patch.diff", needed=False)
     for column, diff in (("tests/test_patch.patch", patch), ("solution/gold_patch.diff", gold)):
@@ -82,7 +85,7 @@ def read_harbor(row: Row, *, source: str, revision: str) -> SourceTask | None:
             image=ImageRef(ref=image) if image else None,
             workdir=_workdir(row),
             base=Base(kind="tree"),
-            limits=_limits(settings),
+            limits=limits,
         ),
         hidden=hidden,
         gold=GoldRecord(task_id=row.task_id, patch=gold) if gold.strip() else None,
@@ -175,32 +178,47 @@ def _plain(row: Row, patch: str) -> HiddenRecord | None:
     )
 
 
-def _limits(settings: dict[str, Any]) -> Limits:
-    environment = settings.get("environment", {})
+def _limits(row: Row, settings: dict[str, Any]) -> Limits:
+    environment = _part(settings, "environment")
     return Limits(
-        cpus=float(environment.get("cpus", 0) or 0),
-        memory_mib=_mib(environment, "memory"),
-        disk_mib=_mib(environment, "storage"),
-        agent_s=int(_number(settings, "agent") or Limits().agent_s),
-        verify_s=int(_number(settings, "verifier") or Limits().verify_s),
+        cpus=_number(row, environment, "cpus"),
+        memory_mib=_mib(row, environment, "memory"),
+        disk_mib=_mib(row, environment, "storage"),
+        agent_s=int(_number(row, _part(settings, "agent"), "timeout_sec") or Limits().agent_s),
+        verify_s=int(_number(row, _part(settings, "verifier"), "timeout_sec") or Limits().verify_s),
     )
 
 
-def _mib(environment: dict[str, Any], name: str) -> int:
+def _part(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    part = settings.get(name, {})
+    return part if isinstance(part, dict) else {}
+
+
+def _mib(row: Row, environment: dict[str, Any], name: str) -> int:
     """`memory_mb = 4096`, or `memory = "4G"` of older schemas."""
-    if isinstance(environment.get(f"{name}_mb"), int):
-        return environment[f"{name}_mb"]
-    text = str(environment.get(name, "")).rstrip("iB")
-    return int(float(text[:-1]) * MIB[text[-1]]) if text[-1:] in MIB else 0
+    if f"{name}_mb" in environment:
+        return int(_number(row, environment, f"{name}_mb"))
+    value = environment.get(name, "")
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if value == "" or match is None:
+        if value != "":
+            row.refuse("task.toml", f"{name} = {value!r}; allowed: such as '4G' or '512M'")
+        return 0
+    return int(float(match[1]) * MIB[match[2].upper()])
 
 
-def _number(settings: dict[str, Any], part: str) -> float:
-    value = settings.get(part, {}).get("timeout_sec", 0)
-    return float(value) if isinstance(value, int | float) else 0.0
+def _number(row: Row, part: dict[str, Any], name: str) -> float:
+    """A number of at least 0; 0 where there is none."""
+    value = part.get(name, 0)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < 1e9:
+        row.refuse("task.toml", f"{name} = {value!r} is no number from 0 on")
+        return 0.0
+    return float(value)
 
 
 def _text(settings: dict[str, Any], part: str, name: str) -> str:
-    value = settings.get(part, {}).get(name, "")
+    value = _part(settings, part).get(name, "")
     return value if isinstance(value, str) else ""
 
 

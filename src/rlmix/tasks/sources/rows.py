@@ -84,7 +84,7 @@ def _object(file: Path, number: int, line: bytes) -> dict[str, Any]:
 
 def _decoded(file: Path, number: int, data: bytes) -> Any:
     try:
-        return json.loads(data.decode("utf-8"))
+        return json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}, row {number}: no valid JSON: {error}") from None
 

@@ -15,6 +15,7 @@ from rlmix.tasks.sources.rows import Row
 
 WORKDIR = "/testbed"
 _DJANGO_NAME = re.compile(r"^\w+ \([\w.]+\)$")
+_REPOSITORY = re.compile(r"^[\w.-]+/[\w-][\w.-]*$")
 _COMMIT = re.compile(r"^[0-9a-f]{7,40}$")
 UNREAD_REPOSITORIES = {"sympy/sympy": "bin/test"}
 """Repositories whose own runner nobody here reads."""
@@ -35,6 +36,8 @@ def read_swe_bench(row: Row, *, source: str, revision: str) -> SourceTask | None
     prompt = row.text("problem_statement")
     required = row.names("FAIL_TO_PASS")
     kept = row.names("PASS_TO_PASS", needed=False)
+    if repository and not _REPOSITORY.match(repository):
+        row.refuse("repo", f"{repository!r} is not owner/name")
     if base and not _COMMIT.match(base):
         row.refuse("base_commit", f"{base!r} is no commit id")
     for column, diff in (("patch", patch), ("test_patch", test_patch)):

@@ -287,3 +287,35 @@ def test_odd_files_of_the_work_tree_are_left_or_made_plain(tmp_path: Path) -> No
     assert (out / "root.so").stat().st_mode & 0o7777 == 0o755
     assert (out / "same.so").stat().st_nlink == 1
     assert (out / os.fsdecode(b"caf\xe9.so")).read_bytes() == b"x"
+
+
+def test_a_hidden_test_with_a_name_in_quotes_is_taken_out(tmp_path: Path) -> None:
+    """`"b/tests/test_na\\303\\257ve.py"` names a file that git tracks in this image."""
+    image = plain_image(tmp_path / "image")
+    write(image, {"testbed/tests/test_na\u00efve.py": "def test_it(): assert total([1]) == 1\n"})
+    sh("git add -A && git commit -qm tests", image / "testbed")
+    patch = (
+        'diff --git "a/tests/test_na\\303\\257ve.py" "b/tests/test_na\\303\\257ve.py"\n'
+        'new file mode 100644\n--- /dev/null\n+++ "b/tests/test_na\\303\\257ve.py"\n'
+        "@@ -0,0 +1 @@\n+def test_it(): assert total([1]) == 1\n"
+    )
+    made = task()
+    hidden = dataclasses.replace(made.hidden, hidden_patch=patch)
+    done = prepare(image, tmp_path, dataclasses.replace(made, hidden=hidden))
+    assert isinstance(done, Manifest), done
+    assert "tests/test_na\u00efve.py" in done.purged
+    assert not (tmp_path / "out/repo/tests").exists() or not list(
+        (tmp_path / "out/repo/tests").iterdir()
+    )
+
+
+def test_a_task_whose_hidden_tests_changed_is_prepared_again(tmp_path: Path) -> None:
+    image = plain_image(tmp_path / "image")
+    write(image, {"testbed/tests/test_sums.py": "pass\n", "testbed/tests/test_more.py": "pass\n"})
+    made = task()
+    assert isinstance(prepare(image, tmp_path, made), Manifest)
+    assert (tmp_path / "out/repo/tests/test_more.py").exists()
+    patch = made.hidden.hidden_patch.replace("test_sums.py", "test_more.py")
+    hidden = dataclasses.replace(made.hidden, hidden_patch=patch)
+    assert isinstance(prepare(image, tmp_path, dataclasses.replace(made, hidden=hidden)), Manifest)
+    assert not (tmp_path / "out/repo/tests/test_more.py").exists()

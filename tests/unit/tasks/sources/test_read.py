@@ -192,8 +192,35 @@ def test_a_plain_harbor_folder_rests_on_its_script(tmp_path: Path) -> None:
     assert task.public.image.ref == "ghcr.io/owner/pro:one"
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("environment = 3", ""),
+        ('[environment]\ncpus = "two"', "cpus = 'two' is no number from 0 on"),
+        ('[environment]\nmemory = "xG"', "memory = 'xG'; allowed: such as '4G' or '512M'"),
+        ("[agent]\ntimeout_sec = inf", "timeout_sec = inf is no number from 0 on"),
+        ("[verifier]\ntimeout_sec = -1", "timeout_sec = -1 is no number from 0 on"),
+    ],
+)
+def test_odd_settings_of_a_task_folder_make_a_bad_row(
+    tmp_path: Path, settings: str, said: str
+) -> None:
+    folder = harbor(tmp_path, {**rows.PRO_V2_FILES, "task.toml": settings + "\n"})
+    found = read_set("swe_bench_pro_v2", folder)
+    assert [bad.problem for bad in found.bad] == ([said] if said else [])
+
+
+def test_line_separators_of_unicode_and_a_byte_order_mark_end_no_row(tmp_path: Path) -> None:
+    row = {**rows.SWE_BENCH, "problem_statement": "one\u2028two\u0085three"}
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + json.dumps(row, ensure_ascii=False).encode() + b"\r\n\r\n")
+    (task,) = read_set("swe_bench", file).tasks
+    assert task.public.prompt == "one\u2028two\u0085three"
+
+
 BAD: list[tuple[str, dict[str, Any], list[str]]] = [
     ("swe_bench", {"repo": None}, ["repo: missing"]),
+    ("swe_rebench", {"repo": "pack"}, ["repo: 'pack' is not owner/name"]),
     ("swe_bench", {"problem_statement": "  "}, ["problem_statement: empty"]),
     ("swe_bench", {"base_commit": "main"}, ["base_commit: 'main' is no commit id"]),
     ("swe_bench", {"FAIL_TO_PASS": "[]"}, ["FAIL_TO_PASS: an empty list"]),
