@@ -141,6 +141,9 @@ class Weights:
     """A new session is placed while its replica has fewer than so many batches of requests, running
     and waiting. Sessions come back to their replica whatever it has to do, so one that waited here
     until a place is free would be overtaken by them for good; where it waits shortest counts."""
+    prompt_frac: float = 0.125
+    """Share of its prompt that counts as uncached for a session without a home: it stays for many
+    turns and computes that once, so the whole of it would keep sessions from slow replicas."""
     staleness_s: float = 0.0
     """What one version behind the newest replica costs: a sample made there ages sooner."""
 
@@ -178,7 +181,9 @@ def expected_delay_s(candidate: Candidate, ask: Ask, weights: Weights) -> float:
     turn_s = ask.output_tokens * step_s + others_s
     queue_s = turn_s * (batch - running) / running
     cached = ask.cached_tokens if ask.cached_on == candidate.name else 0
-    uncached = max(0, ask.context_tokens - cached)
+    uncached = float(max(0, ask.context_tokens - cached))
+    if ask.cached_on is None:
+        uncached *= weights.prompt_frac
     return queue_s + (candidate.waiting_tokens + uncached) * model.prefill_token_s + turn_s
 
 
