@@ -5,10 +5,12 @@ Loss and gradients against a dense float64 model are in `test_gradients.py`.
 
 import copy
 import dataclasses
+import functools
 
 import pytest
 import torch
 
+from rlmix.algos.chunked_head import head_scores
 from rlmix.batch.packing import pack_samples
 from rlmix.trainer.policy import Policy
 from rlmix.trainer.step import run_micro_batches, step_denominator
@@ -68,3 +70,36 @@ def test_a_loss_over_sequences_is_divided_by_their_number(samples):
     assert step_denominator(batches, ALGO) == sum(int(sample.mask.sum()) for sample in samples)
     over_sequences = dataclasses.replace(ALGO, average="sequences")
     assert step_denominator(batches, over_sequences) == len(samples) == 12
+
+
+def test_blocks_of_the_head_give_the_loss_and_gradients_of_all_logits(policy, samples, monkeypatch):
+    whole, gradients = run(policy, samples, ALGO, max_tokens=100_000)
+    in_blocks = functools.partial(head_scores, whole_scores=0, token_chunk=16, vocab_chunk=100)
+    monkeypatch.setattr("rlmix.trainer.policy.head_scores", in_blocks)
+    split, split_gradients = run(policy, samples, ALGO, max_tokens=90)
+    assert split.loss == pytest.approx(whole.loss, rel=1e-6)  # Transformers' norms are float32
+    for name, gradient in gradients.items():
+        scale = float(gradient.abs().max())
+        assert torch.allclose(split_gradients[name], gradient, rtol=0, atol=2e-6 * scale)
+    assert torch.allclose(
+        split.facts.entropy_T.sum(), whole.facts.entropy_T.sum(), rtol=1e-6, atol=0
+    )
+
+
+def test_sessions_that_share_a_micro_batch_do_not_see_each_other(policy, samples):
+    mine, other = samples[:2]  # both with an advantage
+
+    def alone(neighbour):
+        (batch,) = pack_samples([mine, neighbour], max_tokens=1000)
+        found = policy.token_logprobs(batch, temperature=1.0, replay=True).trainer_P
+        row = batch.session_ids.index(mine.session_id)
+        found = found[torch.from_numpy(batch.rows_P == row)]
+        policy.model.zero_grad()
+        found.sum().backward()
+        return found.detach(), [p.grad.clone() for p in policy.parameters().values()]
+
+    stranger = dataclasses.replace(other, ids=(other.ids + 17) % 512)
+    before, gradients = alone(other)
+    after, others_gradients = alone(stranger)
+    assert torch.equal(before, after)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, others_gradients, strict=True))
