@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import platform
 import tempfile
@@ -80,6 +81,9 @@ def swe_bench_pro(
     whole = BOTH if config.eval.subset == BOTH else ""
     subset = "all" if whole else config.eval.subset
     benchmark = open_benchmark(data, subset=subset, path=config.eval.path)
+    if whole:  # A missing list is told before the work, not after it.
+        open_benchmark(data, subset="hard", path=config.eval.path)
+    _check_ids(agent_text, agent.task_ids, benchmark)
     k, n = config.eval.k, config.eval.n
     facts = facts_of(config, benchmark, agent_text, jobs=jobs)
     if cfg == "plan":
@@ -122,6 +126,16 @@ def _hard(config: "TrainConfig", data: str, folder: Path) -> dict[str, Any]:
     return document(score(hard.tasks, attempts, k=config.eval.k, n=config.eval.n))
 
 
+def _check_ids(agent: str, answered: frozenset[str] | None, benchmark: "Benchmark") -> None:
+    """A file that answers no task at all was made for another benchmark."""
+    known = [task.public.task_id for task in benchmark.tasks]
+    if answered is not None and answered.isdisjoint(known):
+        raise ConfigError(
+            f"agent={agent}: none of its {len(answered)} task ids is in {benchmark.name}; one of "
+            f"those there is {known[0]!r}"
+        )
+
+
 def _split(given: list[str]) -> tuple[str, list[str]]:
     """(agent, the other overrides)."""
     agents = [one.removeprefix(AGENT_KEY) for one in given if one.startswith(AGENT_KEY)]
@@ -142,13 +156,18 @@ def facts_of(
     """Everything that a number depends on."""
     from importlib.metadata import version
 
+    from rlmix.evals.agents import file_digest
+
+    ids = [task.public.task_id for task in benchmark.tasks]
     return {
         "benchmark": benchmark.name,
         "revision": benchmark.revision,
         "checksum": benchmark.checksum,
         "tasks": len(benchmark.tasks),
         "excluded_tasks": benchmark.num_excluded,
+        "task_ids": hashlib.sha256("\n".join(sorted(ids)).encode()).hexdigest(),
         "agent": agent,
+        "agent_file": file_digest(agent),
         "k": config.eval.k,
         "n": config.eval.n,
         "sandbox": config.sandbox.backend,
@@ -180,8 +199,7 @@ async def _evaluate(
     from rlmix.sandbox.backend import open_backend
     from rlmix.sandbox.protocol import SandboxLimits
 
-    asked = ("benchmark", "checksum", "agent", "k", "n")
-    ledger = Ledger(folder, {name: facts[name] for name in asked})
+    asked = ("benchmark", "checksum", "task_ids", "agent", "agent_file", "k", "n")
     limits = SandboxLimits(
         memory_mib=max(MEMORY_MIB, config.sandbox.memory_mib),
         pids=PIDS,
@@ -196,7 +214,10 @@ async def _evaluate(
         f"eval{os.getpid()}",
         allow_unisolated=config.sandbox.allow_unisolated,
     )
+    facts = {**facts, "sandbox": backend.name}
+    ledger = None
     try:
+        ledger = Ledger(folder, {name: facts[name] for name in asked})
         with _progress() as watch:
             attempts = Attempts(
                 benchmark=benchmark,
@@ -215,7 +236,8 @@ async def _evaluate(
         )
         return is_whole, result, found
     finally:
-        ledger.close()
+        if ledger is not None:
+            ledger.close()
         await backend.close()
 
 

@@ -1,9 +1,11 @@
 """Agents that need no model: the reference, nothing, and diffs or commands from a file.
 
-Each answers one attempt with the diff that is judged. What a model does is in `policy.py`.
+Each answers one attempt with the diff that is judged.
 """
 
+import hashlib
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,9 +14,12 @@ from rlmix.core.errors import ConfigError
 from rlmix.sandbox.protocol import SandboxBackend, WorkTreeError
 from rlmix.tasks.benchmark import BenchTask
 
-NAMES = "gold, empty, scripted:FILE, predictions:FILE, policy, endpoint:URL"
+NAMES = "gold, empty, scripted:FILE, predictions:FILE"
 ID_COLUMNS = ("instance_id", "task_id", "id")
 PATCH_COLUMNS = ("model_patch", "patch", "diff")
+COMMAND_S = 300.0
+CAPTURE_S = 120.0
+"""Beside an agent's own time, for its sandbox to start and for what it left to be recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +41,11 @@ class Agent(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def task_ids(self) -> frozenset[str] | None:
+        """Tasks that it has an answer for; None: all."""
+        ...
+
     async def answer(self, task: BenchTask, number: int, backend: SandboxBackend) -> Answer: ...
 
 
@@ -43,6 +53,7 @@ class GoldAgent:
     """Submits the reference fix."""
 
     name = "gold"
+    task_ids = None
 
     async def answer(self, task: BenchTask, number: int, backend: SandboxBackend) -> Answer:
         return Answer(diff=task.gold, is_missing=not task.gold)
@@ -52,6 +63,7 @@ class EmptyAgent:
     """Submits nothing; the tests are run all the same, so that a task solved by nothing shows."""
 
     name = "empty"
+    task_ids = None
 
     async def answer(self, task: BenchTask, number: int, backend: SandboxBackend) -> Answer:
         return Answer(diff=b"")
@@ -64,6 +76,7 @@ class PredictionsAgent:
 
     def __init__(self, file: Path) -> None:
         self._diffs = read_predictions(file)
+        self.task_ids: frozenset[str] | None = frozenset(self._diffs)
 
     async def answer(self, task: BenchTask, number: int, backend: SandboxBackend) -> Answer:
         diffs = self._diffs.get(task.public.task_id, [])
@@ -87,6 +100,7 @@ class ScriptedAgent:
                 f"agent=scripted:{file}: must be one JSON object from task id to a list of commands"
             )
         self._commands: dict[str, list[str]] = document
+        self.task_ids: frozenset[str] | None = frozenset(document)
 
     async def answer(self, task: BenchTask, number: int, backend: SandboxBackend) -> Answer:
         commands = self._commands.get(task.public.task_id)
@@ -94,9 +108,14 @@ class ScriptedAgent:
             return Answer(diff=b"", is_missing=True)
         sandbox = await backend.create(await backend.prepare(task.public.repository))
         try:
-            reason = "commands_over"
+            reason, until_s = "commands_over", time.monotonic() + task.agent_s
             for command in commands:
-                done = await sandbox.run(command)
+                left_s = until_s - time.monotonic()
+                if left_s > 0:
+                    done = await sandbox.run(command, min(left_s, COMMAND_S))
+                if time.monotonic() >= until_s:
+                    reason = "time_limit"  # What is there by then is judged all the same.
+                    break
                 if done.submitted:
                     reason = "submitted"
                     break
@@ -124,6 +143,12 @@ def open_agent(text: str) -> Agent:
     raise ConfigError(f"agent={text!r}; allowed: {NAMES}")
 
 
+def file_digest(text: str) -> str:
+    """SHA-256 of the file that an agent's name gives, else empty: another one is another agent."""
+    place = text.partition(":")[2]
+    return hashlib.sha256(Path(place).expanduser().read_bytes()).hexdigest() if place else ""
+
+
 def read_predictions(file: Path) -> dict[str, list[bytes]]:
     """Diffs per task id, in the order of the file: attempts of a task follow each other.
 
@@ -139,10 +164,16 @@ def read_predictions(file: Path) -> dict[str, list[bytes]]:
             {"instance_id": name, **(value if isinstance(value, dict) else {"patch": value})}
             for name, value in document.items()
         ]
-    else:
+    elif isinstance(document, list):
         rows = document
+    else:
+        raise ConfigError(
+            f"agent=predictions:{file}: holds a {type(document).__name__}; allowed: a list of "
+            "objects, one object per line, or one object from id to patch"
+        )
     found: dict[str, list[bytes]] = {}
     for number, row in enumerate(rows):
+        row = row if isinstance(row, dict) else {}
         name = next((row[c] for c in ID_COLUMNS if isinstance(row.get(c), str)), None)
         patch = next((row[c] for c in PATCH_COLUMNS if c in row), None)
         if name is None or not (patch is None or isinstance(patch, str)):
@@ -150,7 +181,14 @@ def read_predictions(file: Path) -> dict[str, list[bytes]]:
                 f"agent=predictions:{file}: entry {number} needs a text in one of "
                 f"{', '.join(ID_COLUMNS)} and one in one of {', '.join(PATCH_COLUMNS)}"
             )
-        found.setdefault(name, []).append((patch or "").encode("utf-8", "surrogateescape"))
+        try:
+            diff = (patch or "").encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"agent=predictions:{file}: entry {number} ({name}): its patch holds no text: "
+                f"{error}"
+            ) from None
+        found.setdefault(name, []).append(diff)
     return found
 
 

@@ -5,14 +5,15 @@ Whatever ends the evaluation, what is in the ledger stays, and nothing runs on.
 """
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlmix.core.errors import SandboxError
+from rlmix.core.errors import RlmixError, SandboxError
 from rlmix.core.trajectory import Outcome
-from rlmix.evals.agents import Agent, Answer
+from rlmix.evals.agents import CAPTURE_S, Agent, Answer
 from rlmix.evals.ledger import Attempt, Ledger
 from rlmix.sandbox.protocol import SandboxBackend
 from rlmix.tasks.benchmark import Benchmark, BenchTask
@@ -20,6 +21,7 @@ from rlmix.tasks.rule import Verdict
 from rlmix.tasks.verdict import judge
 
 MAX_TRIES = 3
+MAX_NAME_BYTES = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +50,11 @@ class Attempts:
         self._running: dict[tuple[str, int], float] = {}
 
     async def make(self, deadline_s: float | None = None) -> bool:
-        """Make what is missing; False when the deadline came first."""
+        """Make what is missing; False when the deadline came first.
+
+        Raises:
+            RlmixError: the first task that cannot be judged at all; others are ended.
+        """
         missing = [
             (task, number)
             for number in range(self.per_task)
@@ -68,6 +74,10 @@ class Attempts:
                     group.create_task(one(task, number), name=f"{task.public.task_id} {number}")
         except TimeoutError:
             return False
+        except ExceptionGroup as group:
+            if isinstance(group.exceptions[0], RlmixError):
+                raise group.exceptions[0] from None
+            raise
         return True
 
     async def _attempt(self, task: BenchTask, number: int) -> None:
@@ -88,7 +98,7 @@ class Attempts:
     async def _once(self, task: BenchTask, number: int) -> Attempt:
         started_s = time.monotonic()
         try:
-            async with asyncio.timeout(task.agent_s):
+            async with asyncio.timeout(task.agent_s + CAPTURE_S):
                 answer = await self.agent.answer(task, number, self.backend)
         except TimeoutError:
             answer = Answer(diff=b"", stop_reason="time_limit", fault="agent: out of time")
@@ -133,6 +143,9 @@ class Attempts:
 
 def diff_path(folder: Path, task_id: str, number: int) -> Path:
     safe = "".join(char if char.isalnum() or char in "-_." else "_" for char in task_id)
+    if safe != task_id or len(safe.encode()) > MAX_NAME_BYTES:
+        digest = hashlib.sha256(task_id.encode("utf-8", "surrogatepass")).hexdigest()[:10]
+        safe = f"{safe.encode()[:MAX_NAME_BYTES].decode(errors='ignore')}-{digest}"
     return folder / "diffs" / f"{safe}.{number}.diff"
 
 

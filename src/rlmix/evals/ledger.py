@@ -52,6 +52,16 @@ def read_attempts(folder: Path) -> list[Attempt]:
     return [Attempt(**record) for record in read_jsonl(folder / ATTEMPTS_FILE)]
 
 
+def _read_question(head: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(head.read_text())
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{head} is damaged; give another name with run.name, or remove it")
+    return found
+
+
 class Ledger:
     """The attempts of one evaluation, on disk."""
 
@@ -59,14 +69,13 @@ class Ledger:
         """Open or continue.
 
         Raises:
-            ConfigError: the folder holds another question's attempts.
+            ConfigError: the folder holds another question's attempts, or something else.
         """
-        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         head = folder / "question.json"
         wanted = {"schema_version": SCHEMA_VERSION, **json.loads(json.dumps(question))}
         if head.is_file():
-            found = json.loads(head.read_text())
+            found = _read_question(head)
             if found != wanted:
                 names = sorted(k for k in found | wanted if found.get(k) != wanted.get(k))
                 raise ConfigError(
@@ -74,6 +83,12 @@ class Ledger:
                     "another name with run.name, or ask the same question"
                 )
         else:
+            if folder.exists() and any(path.name != "question.part" for path in folder.iterdir()):
+                raise ConfigError(
+                    f"{folder} holds something that is no evaluation; give this one another name "
+                    "with run.name"
+                )
+            folder.mkdir(parents=True, exist_ok=True)
             part = head.with_suffix(".part")
             part.write_text(json.dumps(wanted, indent=1, sort_keys=True) + "\n")
             os.replace(part, head)

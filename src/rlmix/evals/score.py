@@ -52,11 +52,7 @@ class Score:
 def score(
     tasks: Sequence[BenchTask], attempts: Iterable[Attempt], *, k: int, n: int, seed: int = 0
 ) -> Score:
-    """Score an evaluation.
-
-    Raises:
-        ValueError: no task has a valid attempt.
-    """
+    """Score an evaluation. A mean over no task at all is NaN."""
     by_task: dict[str, list[Attempt]] = {task.public.task_id: [] for task in tasks}
     for attempt in attempts:
         if attempt.task_id in by_task:

@@ -34,11 +34,12 @@ def write_score_report(
 
 def predictions(ledger: Ledger) -> str:
     """All diffs in the form that the public SWE-bench Pro evaluator takes: a list of objects with
-    `instance_id`, `patch` and `prefix` (one prefix per attempt)."""
+    `instance_id`, `patch` and `prefix` (one prefix per attempt). Bytes that are no UTF-8 stand as
+    lone surrogates, so that `agents.read_predictions` gives the same bytes."""
     rows = []
     for task_id, number in sorted(ledger.attempts):
         path = diff_path(ledger.folder, task_id, number)
-        diff = path.read_bytes().decode("utf-8", "replace") if path.is_file() else ""
+        diff = path.read_bytes().decode("utf-8", "surrogateescape") if path.is_file() else ""
         rows.append({"instance_id": task_id, "patch": diff, "prefix": f"attempt{number}"})
     return json.dumps(rows, indent=1) + "\n"
 

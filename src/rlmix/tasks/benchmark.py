@@ -182,7 +182,14 @@ def _bundled_task(task: SourceTask) -> BenchTask:
 
 
 def _prepared(name: str, folder: Path) -> Benchmark:
-    sources = [PreparedSource(folder, name=name, split=s, limit=None) for s in ("train", "eval")]
+    splits = ("train", "eval")
+    try:
+        sources = [PreparedSource(folder, name=name, split=split, limit=None) for split in splits]
+    except ConfigError as error:
+        said = (
+            str(error).replace("tasks.path=", "eval.path=").replace("tasks.source=", "eval.data=")
+        )
+        raise ConfigError(said) from None
     digest = hashlib.sha256()
     for file in ("tasks.jsonl", "hidden.jsonl", "gold.jsonl"):
         digest.update((folder / file).read_bytes())

@@ -6,16 +6,20 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlmix.core.errors import ConfigError
-from rlmix.evals.agents import GoldAgent, open_agent, read_predictions
-from rlmix.evals.attempts import Attempts
+from rlmix.evals.agents import Answer, GoldAgent, ScriptedAgent, open_agent, read_predictions
+from rlmix.evals.attempts import Attempts, diff_path
 from rlmix.evals.ledger import Attempt, Ledger, read_attempts
 from rlmix.evals.score import document, score
+from rlmix.evals.score_report import predictions
+from rlmix.sandbox.backend import open_backend
+from rlmix.sandbox.protocol import SandboxLimits
 from rlmix.tasks.benchmark import MINI, open_benchmark
 
 IDS = ("python-interval-merge", "shell-count-words")
@@ -213,3 +217,95 @@ def test_a_map_of_predictions_is_read_and_a_wrong_entry_named(tmp_path: Path) ->
     file.write_text('[{"instance_id": "a", "patch": 3}]')
     with pytest.raises(ConfigError, match="entry 0 needs a text in one of"):
         read_predictions(file)
+
+
+ODD_FILES = {
+    "5": "holds a int; allowed: a list of objects",
+    '["a"]': "entry 0 needs a text in one of instance_id",
+    '[{"instance_id": "a", "patch": 3}]': "entry 0 needs a text",
+    '[{"instance_id": "a", "patch": "\\ud800"}]': "entry 0 (a): its patch holds no text",
+    "{": "is neither JSON nor JSON Lines",
+}
+
+
+@pytest.mark.parametrize("text", ODD_FILES)
+def test_odd_predictions_are_refused_with_one_sentence(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "p.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_predictions(file)
+    assert ODD_FILES[text] in str(error.value)
+
+
+def test_predictions_of_another_benchmark_are_refused_and_leave_nothing(
+    rlmix_eval: Ask, tmp_path: Path, two: str
+) -> None:
+    file = tmp_path / "p.json"
+    file.write_text('[{"instance_id": "elsewhere", "patch": "x"}]')
+    args = (f"eval.subset={two}", "eval.n=1", "eval.k=1", f"agent=predictions:{file}")
+    found = rlmix_eval(tmp_path / "runs", *args)
+    assert found["code"] == 2
+    assert "none of its 1 task ids is in mini/two; one of those there is" in found["error"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_another_file_of_predictions_under_one_name_is_another_question(
+    rlmix_eval: Ask, tmp_path: Path, two: str
+) -> None:
+    file = tmp_path / "p.json"
+    args = (f"eval.subset={two}", "eval.n=1", "eval.k=1", f"agent=predictions:{file}")
+    for patch, code in (("x", 0), ("y", 2), ("x", 0)):
+        file.write_text(json.dumps([{"instance_id": IDS[0], "patch": patch}]))
+        found = rlmix_eval(tmp_path, *args)
+        assert found["code"] == code, found
+        assert code == 0 or "agent_file differ" in found["error"]
+
+
+def test_diffs_with_bytes_that_are_no_utf8_go_out_and_come_back(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "e", {})
+    ledger.add(Attempt(task_id="a/b", number=0, outcome="fail", detail="", diff_bytes=6,
+                       agent_s=0.0, verify_s=0.0))  # fmt: skip
+    path = diff_path(ledger.folder, "a/b", 0)
+    path.parent.mkdir()
+    path.write_bytes(b"+caf\xe9\n")
+    (tmp_path / "p.json").write_text(predictions(ledger))
+    ledger.close()
+    assert read_predictions(tmp_path / "p.json") == {"a/b": [b"+caf\xe9\n"]}
+
+
+def test_every_attempt_has_a_file_of_its_own_whatever_its_id(tmp_path: Path) -> None:
+    names = ("a/b", "a_b", "a:b", "\u00e9" * 150, "\u00e9" * 151)
+    paths = {diff_path(tmp_path, name, 0) for name in names}
+    assert len(paths) == len(names)
+    assert all(len(path.name.encode()) < 240 for path in paths)
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text("a: run")
+    with pytest.raises(ConfigError, match="holds something that is no evaluation"):
+        Ledger(tmp_path / "run", {})
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
+    (tmp_path / "run/question.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"question\.json is damaged"):
+        Ledger(tmp_path / "run", {})
+
+
+def test_what_an_agent_had_when_its_time_was_over_is_judged(tmp_path: Path) -> None:
+    task = replace(open_benchmark("mini").tasks[0], agent_s=2.0)
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps({task.public.task_id: ["echo x > note.txt; sleep 100", "false"]}))
+
+    async def run() -> Answer:
+        limits = SandboxLimits(
+            memory_mib=512, pids=64, disk_mib=64, output_chars=1000, command_timeout_s=50.0
+        )
+        backend = await open_backend("auto", limits, tmp_path / "s", "t")
+        try:
+            return await ScriptedAgent(file).answer(task, 0, backend)
+        finally:
+            await backend.close()
+
+    answer = asyncio.run(run())
+    assert answer.stop_reason == "time_limit"
+    assert b"+++ b/note.txt" in answer.diff
