@@ -169,16 +169,16 @@ def test_the_likely_key_is_found_among_siblings_and_in_other_sections(
         (
             "pools={}",
             "is chosen by the name of a file; files: b200_bf16, b200_nvfp4, qwen36_mixed, "
-            "sglang_and_nvfp4, six, two",
+            "sglang_and_nvfp4, six, six_bf16, two",
         ),
         (
             "pools=[two]",
             "is chosen by the name of a file; files: b200_bf16, b200_nvfp4, qwen36_mixed, "
-            "sglang_and_nvfp4, six, two",
+            "sglang_and_nvfp4, six, six_bf16, two",
         ),
         (
             "experiment=tinny",
-            "no file 'tinny' in group experiment; files: qwen36_b200, qwen36_b200_nvfp4, "
+            "no file 'tinny' in group experiment; files: exact, qwen36_b200, qwen36_b200_nvfp4, "
             "qwen36_mixed, tiny, tiny_sglang; did you mean tiny?",
         ),
         ("experiment=null", "leave this argument out"),

@@ -58,3 +58,9 @@ def test_an_exact_embedded_replica_may_have_two_or_four_processes() -> None:
         "experiment=exact", "pools.b200.tp=2", "pools.b200.ep=4"
     )
     assert "an embedded replica is one process" in refusal("pools.b200.tp=2")
+
+
+def test_a_trainer_on_another_kind_of_machine_cannot_agree_with_embedded_pools() -> None:
+    said = refusal("experiment=exact", "trainer.device=h100")
+    assert "got exact with trainer.device=h100, but b300" in said
+    assert "set trainer.device=cpu, or numerics.consistency=native" in said

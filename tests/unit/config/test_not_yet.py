@@ -17,9 +17,10 @@ def test_the_default_run_and_the_small_one_can_start() -> None:
 def test_everything_that_only_a_plan_serves_is_told_at_once() -> None:
     lines = refused("experiment=qwen36_b200")
     assert [line.split(":")[0] for line in lines] == [
-        "tasks.source=mimo",
+        "tasks.path=null",
         "eval.data=swe_bench_pro_v2",
         "trainer.ranks=32",
         "trainer.device=b200",
     ]
-    assert all("arrive" in line and "this version" in line for line in lines)
+    assert "make one with `rlmix tasks prepare mimo" in lines[0]
+    assert all("arrive" in line and "this version" in line for line in lines[1:])

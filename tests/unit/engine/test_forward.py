@@ -173,7 +173,8 @@ def test_chips_of_different_generations_differ_in_the_last_bits_of_bf16(view_fol
 
     h100 = logits("h100", kv="bf16")
     assert 1e-6 < difference(h100, logits("a100", kv="bf16")) < 1
-    assert torch.equal(h100, logits("h200", kv="bf16")), "one generation, one order"
+    # One generation, and yet SGLang has tuned tiles for the one and not for the other.
+    assert 1e-6 < difference(h100, logits("h200", kv="bf16")) < 1
     with_fp8_query = logits("h100", kv="fp8", attention="fa3")
     with_bf16_query = logits("h100", kv="fp8", attention="flashinfer")
     assert difference(with_fp8_query, with_bf16_query) > 1e-4
