@@ -2,7 +2,7 @@
 """Measures the policy loss over large vocabularies: peak memory and time, ours and others.
 
     python scripts/bench_loss.py [--quick] [--json] [--tokens 4096,16384] [--vocabs 151936]
-        [--hidden 64] [--rivals PYTHON] [--rivals-up-to 4096]
+        [--hidden 64] [--contestants ours,dense] [--rivals PYTHON] [--rivals-up-to 4096]
 
 Every contestant makes the clipped loss of the same tokens from the same float32 hidden states and
 head, and the gradients of both, in a process of its own on one thread. `_mib` is that process's
@@ -267,7 +267,7 @@ def check_same(found: dict[str, dict[str, Any]], where: str) -> None:
     reference = found["ours"]
     for name, other in found.items():
         if name == "kept" or "missing" in other:
-            continue
+            continue  # Another loss, or none.
         pairs = zip(
             (reference["loss"], *reference["grads"]), (other["loss"], *other["grads"]), strict=True
         )
@@ -284,7 +284,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for tokens in args.tokens:
         for vocab in args.vocabs:
             where = f"{tokens} x {vocab}"
-            names = EVERYWHERE + (SMALL_ONLY if tokens <= args.rivals_up_to else ())
+            fits = EVERYWHERE + (SMALL_ONLY if tokens <= args.rivals_up_to else ())
+            names = [name for name in fits if name in args.contestants]
             found = {}
             for name in names:
                 found[name] = measure(name, tokens=tokens, vocab=vocab, args=args)
@@ -337,6 +338,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=sizes, help="multiples of 1024")
     parser.add_argument("--vocabs", type=sizes)
     parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--contestants", type=lambda text: text.split(","), default=[*CONTESTANTS])
     parser.add_argument("--rivals", help="python of an environment with liger-kernel and trl")
     parser.add_argument("--rivals-up-to", type=int, default=4096, help="tokens")
     parser.add_argument("--one", nargs=4, metavar=("NAME", "TOKENS", "VOCAB", "HIDDEN"))
@@ -347,6 +349,9 @@ def main() -> None:
         return
     args.tokens = args.tokens or (QUICK_TOKENS if args.quick else TOKENS)
     args.vocabs = args.vocabs or (QUICK_VOCABS if args.quick else VOCABS)
+    unknown = [name for name in args.contestants if name not in CONTESTANTS]
+    if unknown or "ours" not in args.contestants:
+        parser.error(f"--contestants: ours and any of {', '.join(CONTESTANTS)}; got {unknown}")
     wrong = [tokens for tokens in args.tokens if tokens < 1 or tokens % SEQUENCE]
     if wrong:
         parser.error(f"--tokens {wrong[0]}: must be a multiple of {SEQUENCE}")
