@@ -233,3 +233,5 @@ class Face:
         self.max_total_tokens: int | None = model.kv_tokens
         self.max_context_tokens: int | None = model.max_context_tokens
         self.ramp_room = 1 << 30
+        self.key: tuple[float, ...] = ()
+        """The strategy's, for a new session."""

@@ -20,7 +20,7 @@ from operator import itemgetter
 from typing import Any
 
 from rlmix.router.states import ReplicaState
-from rlmix.router.strategies import Ask, Refusal, Weights, choose_replica, shortest_delay
+from rlmix.router.strategies import Ask, Candidate, Refusal, Weights, choose_replica, shortest_delay
 from rlmix.scaling.costs import SECONDS_PER_HOUR, CostMeter
 from rlmix.scaling.policy import FleetLimits, PolicyRules
 from rlmix.scaling.service import SessionShape
@@ -244,6 +244,8 @@ class Simulation:
     def _serve_waiting(self) -> None:
         """Places for those who wait, oldest first; a view without room holds up no other. What no
         replica can serve any more is lost, and counted."""
+        if not self._waiting:
+            return
         waiting, self._waiting = self._waiting, deque()
         full: set[str | None] = set()
         for session in waiting:
@@ -327,16 +329,13 @@ class Simulation:
                     self._faces.pop(name, None)
                 else:
                     face = Face(emptiest)
-                    key: tuple[float | str, ...] = (
-                        *shortest_delay(face, ask, self._weights),
-                        face.name,
-                    )
-                    self._faces[name] = (key, face)
+                    face.key = shortest_delay(face, ask, self._weights)
+                    self._faces[name] = ((*face.key, face.name), face)
         ranked = [face for _, face in nsmallest(2, self._faces.values(), key=itemgetter(0))]
-        chosen = choose_replica(ranked, strategy=shortest_delay, ask=ask, weights=self._weights)
+        chosen = choose_replica(ranked, strategy=_kept_key, ask=ask, weights=self._weights)
         if isinstance(chosen, Refusal) and len(self._faces) > len(ranked):
             every = [face for _, face in self._faces.values()]
-            return choose_replica(every, strategy=shortest_delay, ask=ask, weights=self._weights)
+            return choose_replica(every, strategy=_kept_key, ask=ask, weights=self._weights)
         return chosen
 
     def _expect_end(self, replica: Replica) -> None:
@@ -462,6 +461,13 @@ class Simulation:
             operations=0 if self._scaler is None else self._scaler.operations,
             events=self._num_events,
         )
+
+
+def _kept_key(candidate: Candidate, ask: Ask, weights: Weights) -> tuple[float, ...]:
+    """A strategy that has been asked already."""
+    del ask, weights
+    assert isinstance(candidate, Face)
+    return candidate.key
 
 
 def _session_s(pools: Iterable[Pool], shape: SessionShape) -> float:

@@ -28,7 +28,7 @@ class AcceleratorConfig:
     """Where the price is from, and of when."""
     market_usd_per_hour: float | None = None
     """Lowest price seen of one accelerator; None: nobody looked."""
-    market_source: str = ""
+    market_source: str | None = None
 
 
 @dataclass(kw_only=True, slots=True)
