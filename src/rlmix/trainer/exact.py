@@ -178,9 +178,17 @@ class ExactPolicy(Policy):
             )
 
     def _check_machine(self) -> None:
-        found = check_model(self._tensors(), self._spec, tiling=CPU_TILING)
+        try:
+            found = check_model(self._tensors(), self._spec, tiling=CPU_TILING)
+        except ValueError as error:
+            raise TrainerError(
+                f"trainer: numerics.consistency=exact: {error}; set numerics.consistency=native"
+            ) from error
         if not found.is_exact:
-            raise TrainerError(f"trainer: {found.refusal()}; set numerics.consistency=native")
+            fewer = "trainer.threads=1 or " if found.threads > 1 else ""
+            raise TrainerError(
+                f"trainer: {found.refusal()}; set {fewer}numerics.consistency=native"
+            )
 
     def _check_function(self, name: str) -> None:
         num_ids = self._head.weight.shape[0]

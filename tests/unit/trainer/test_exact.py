@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlmix.batch.packing import pack_samples
-from rlmix.core.errors import TrainerError
+from rlmix.core.errors import ConfigError, TrainerError
 from rlmix.engine.embedded.exact import ExactForward
 from rlmix.numerics.consistent.contract import CPU_TILING, Tiling
 from rlmix.numerics.consistent.shard import Layout
@@ -15,6 +15,8 @@ from rlmix.trainer import exact
 from rlmix.trainer.exact import ExactPolicy
 from rlmix.trainer.policy import Policy
 from tests.unit.trainer.exactness import (
+    CONTEXT,
+    VOCAB,
     Ask,
     differences,
     exact_profile,
@@ -183,6 +185,21 @@ def test_a_model_that_the_operators_do_not_compute_is_refused(tmp_path):
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
     with pytest.raises(TrainerError, match=r"attention_bias=true.*numerics\.consistency=native"):
         Policy.load(tmp_path, make=ExactPolicy)
+
+
+def test_channels_that_the_tree_cannot_cut_are_refused_by_both_sides(tmp_path):
+    """4 runs of 70 channels are no whole channels."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, intermediate_size=70, max_position_embeddings=CONTEXT,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    with pytest.raises(TrainerError, match=r"70 channels.*4 equal runs; set numerics\.consist"):
+        Policy.load(tmp_path, make=ExactPolicy)
+    with pytest.raises(ConfigError, match=r"70 channels.*4 equal runs; use consistency=native"):
+        new_scheduler(tmp_path, exact_profile())
 
 
 def test_the_engine_reads_its_cache_in_place(folders):

@@ -57,7 +57,10 @@ class ExactForward:
         self._spec = spec_of(shape, profile)
         self._loaded = weights
         tensors = _tensors(weights)
-        found = check_model(tensors, self._spec, tiling=tiling)
+        try:
+            found = check_model(tensors, self._spec, tiling=tiling, processes=layout.tensor)
+        except ValueError as error:
+            raise ConfigError(f"embedded engine: {error}; use consistency=native") from error
         if not found.is_exact:
             raise ConfigError(f"embedded engine: {found.refusal()}; use consistency=native")
         plan = RankPlan(

@@ -21,6 +21,10 @@ from rlmix.numerics.consistent.linear import linear
 VOCAB_TILE = 2048
 """Ids of one tile: 8 KiB of logits a row, so a thousand rows stay in the cache."""
 
+MIN_TAIL = 64
+"""The last tile is wider than this, or part of the one before it: libraries multiply a few columns,
+and above all a single one, in an order that depends on the number of rows."""
+
 KEPT_TILE = 64
 """Kept sets are added in runs of this many slots; more padding adds runs of 0."""
 
@@ -37,9 +41,10 @@ class VocabScores:
     """float32, nats, without gradient."""
 
 
-def _tiles(vocab_size: int) -> Iterator[tuple[int, int]]:
-    for first in range(0, vocab_size, VOCAB_TILE):
-        yield first, min(first + VOCAB_TILE, vocab_size)
+def vocab_tiles(vocab_size: int) -> Iterator[tuple[int, int]]:
+    """First id of each tile, and the one after its last."""
+    firsts = range(0, max(1, vocab_size - MIN_TAIL), VOCAB_TILE)
+    yield from zip(firsts, [*firsts[1:], vocab_size], strict=True)
 
 
 def _reduce(
@@ -48,7 +53,7 @@ def _reduce(
     """Scores of the ids, normaliser and entropy, from a function that makes one tile's scores."""
     picked_PK = torch.zeros(ids_PK.shape)
     largest, sums, moments = [], [], []
-    for first, last in _tiles(vocab_size):
+    for first, last in vocab_tiles(vocab_size):
         scores = tile_PV(first, last)
         inside = ids_PK - first
         is_inside = (inside >= 0) & (inside < last - first)
@@ -92,7 +97,7 @@ class _VocabScores(torch.autograd.Function):
         grad_scores_PK, grad_normaliser_P = grads[0], grads[1]
         grad_hidden = torch.zeros_like(hidden_PH)
         grad_weight = torch.empty_like(weight_VH)
-        for first, last in _tiles(len(weight_VH)):
+        for first, last in vocab_tiles(len(weight_VH)):
             weight = weight_VH[first:last]
             grad = F.linear(hidden_PH, weight).div_(ctx.temperature)
             grad.sub_(normaliser_P[:, None]).exp_().mul_(grad_normaliser_P[:, None])
@@ -128,7 +133,9 @@ def vocab_scores(
 def head_logits(hidden_PH: Tensor, weight_VH: Tensor) -> Tensor:
     """All logits, float32 [P, V], multiplied in the tiles in which `vocab_scores` multiplies."""
     hidden_PH = hidden_PH.float()
-    tiles = [linear(hidden_PH, weight_VH[first:last]) for first, last in _tiles(len(weight_VH))]
+    tiles = [
+        linear(hidden_PH, weight_VH[first:last]) for first, last in vocab_tiles(len(weight_VH))
+    ]
     return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
 
 

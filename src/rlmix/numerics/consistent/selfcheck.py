@@ -8,7 +8,7 @@ question, with the threads of this process, in well under a second.
 # M rows, K inputs, N outputs
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlmix.numerics.consistent.attention import attend, plan_attention
 from rlmix.numerics.consistent.contract import TREE_LEAVES, Tiling, min_rows
-from rlmix.numerics.consistent.head import VOCAB_TILE
+from rlmix.numerics.consistent.head import VOCAB_TILE, vocab_tiles
 from rlmix.numerics.consistent.linear import linear, row_parallel_linear
 from rlmix.numerics.consistent.model import ModelSpec, ModelTensors
 
@@ -27,6 +27,9 @@ EXTRA_ROWS = (1, 2, 3, 4, 5, 7, 11, 12, 17, 19, 27, 33, 95)
 
 MAX_OUTPUTS = 2 * VOCAB_TILE
 """Wider products are looked at up to here; the head is multiplied in tiles anyway."""
+
+THREADED_ROWS = (REFERENCE_ROWS, 509)
+"""Rows whose product with several threads is compared with that of one: the engine has one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,9 +56,20 @@ class SelfCheck:
         )
 
 
-def check_model(tensors: ModelTensors, spec: ModelSpec, *, tiling: Tiling) -> SelfCheck:
-    """`self_check` with the shapes of a model as this process holds it."""
-    linear_shapes, row_parallel_shapes, undivided_shapes = [_sizes(tensors.head)], [], []
+def check_model(
+    tensors: ModelTensors, spec: ModelSpec, *, tiling: Tiling, processes: int = 1
+) -> SelfCheck:
+    """`self_check` with the shapes of a whole model.
+
+    Args:
+        processes: among which its outputs and sums are split.
+    Raises:
+        ValueError: the model's sums cannot be cut into TREE_LEAVES.
+    """
+    vocab, hidden = tensors.head.shape
+    tiles = {last - first for first, last in vocab_tiles(vocab)}
+    undivided_shapes = [(hidden, width) for width in sorted(tiles)]
+    linear_shapes, row_parallel_shapes = [], []
     for layer in tensors.layers:
         linear_shapes.append(_sizes(layer.qkv))
         row_parallel_shapes.append(_sizes(layer.out))
@@ -64,6 +78,12 @@ def check_model(tensors: ModelTensors, spec: ModelSpec, *, tiling: Tiling) -> Se
             row_parallel_shapes.append(_sizes(layer.down))
         else:
             undivided_shapes += [_sizes(w) for w in (layer.router, layer.gate_up, layer.down)]
+    uneven = sorted({inputs for inputs, _ in row_parallel_shapes if inputs % TREE_LEAVES})
+    if uneven:
+        raise ValueError(
+            f"the model adds over {', '.join(map(str, uneven))} channels (attention outputs or "
+            f"inner channels of a dense layer), which are not {TREE_LEAVES} equal runs"
+        )
     return self_check(
         linear_shapes=linear_shapes,
         row_parallel_shapes=row_parallel_shapes,
@@ -72,6 +92,7 @@ def check_model(tensors: ModelTensors, spec: ModelSpec, *, tiling: Tiling) -> Se
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         tiling=tiling,
+        processes=processes,
     )
 
 
@@ -89,14 +110,16 @@ def self_check(
     num_kv_heads: int,
     head_dim: int,
     tiling: Tiling,
+    processes: int = 1,
 ) -> SelfCheck:
-    """Compare few rows with many, bit for bit.
+    """Compare few rows with many, bit for bit, and this process's threads with one.
 
     Args:
         linear_shapes: (inputs, outputs) of every product whose outputs processes may share.
         row_parallel_shapes: the same for products cut into TREE_LEAVES.
-        undivided_shapes: those that every process does whole (experts, routers): half of a narrow
-            one meets another kernel on some machines, and nobody computes it.
+        undivided_shapes: those that every process does whole (experts, routers, the head).
+        processes: a part of the outputs is compared with the whole where there are several; parts
+            of narrow products meet another kernel on some machines.
     """
     started_s = time.perf_counter()
     generator = torch.Generator().manual_seed(0)
@@ -104,7 +127,8 @@ def self_check(
     with torch.inference_mode():
         for inputs, outputs in dict.fromkeys(linear_shapes):
             checks += _check_linear(inputs, outputs, generator)
-            checks += _check_half(inputs, outputs, generator)
+            if processes > 1:
+                checks += _check_part(inputs, outputs, processes, generator)
         for inputs, outputs in dict.fromkeys(undivided_shapes):
             checks += _check_linear(inputs, outputs, generator)
         for inputs, outputs in dict.fromkeys(row_parallel_shapes):
@@ -141,15 +165,41 @@ def _check_linear(inputs: int, outputs: int, generator: torch.Generator) -> list
     batched = torch.bmm(few[None].expand(3, -1, -1), weight.t()[None].expand(3, -1, -1))
     name = f"linear {inputs}x{outputs}: a batched product differs"
     checks.append((name, torch.equal(batched[2], whole[: min_rows()])))
+    many = _random(generator, max(THREADED_ROWS), inputs)
+    what = f"linear {inputs}x{outputs}"
+    checks += _check_threads(what, lambda rows: linear(many[:rows], weight), THREADED_ROWS)
     return checks
 
 
-def _check_half(inputs: int, outputs: int, generator: torch.Generator) -> list[tuple[str, bool]]:
+def _check_part(
+    inputs: int, outputs: int, processes: int, generator: torch.Generator
+) -> list[tuple[str, bool]]:
     outputs = min(outputs, MAX_OUTPUTS)
     x, weight = _random(generator, REFERENCE_ROWS, inputs), _random(generator, outputs, inputs)
-    half = F.linear(x, weight[: outputs // 2])
-    name = f"linear {inputs}x{outputs}: half of the outputs differ"
-    return [(name, torch.equal(half, linear(x, weight)[:, : outputs // 2]))]
+    part = outputs // processes
+    found = F.linear(x, weight[:part])
+    name = f"linear {inputs}x{outputs}: {part} of the outputs alone differ"
+    return [(name, torch.equal(found, linear(x, weight)[:, :part]))]
+
+
+def _check_threads(
+    what: str, compute: Callable[[int], Tensor], sizes: Sequence[int]
+) -> Iterator[tuple[str, bool]]:
+    """Does `compute(size)` give with this process's threads what it gives with one?"""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return
+    for size in sizes:
+        found = compute(size)
+        torch.set_num_threads(1)
+        try:
+            expected = compute(size)
+        finally:
+            torch.set_num_threads(threads)
+        yield (
+            f"{what}: {threads} threads differ from one ({size} rows)",
+            torch.equal(found, expected),
+        )
 
 
 def _check_tree(inputs: int, outputs: int, generator: torch.Generator) -> list[tuple[str, bool]]:
@@ -167,8 +217,15 @@ def _check_tree(inputs: int, outputs: int, generator: torch.Generator) -> list[t
         row_parallel_linear(x[:, span].contiguous(), weight[:, span].contiguous(), leaves=2)
         for span in (slice(0, middle), slice(middle, None))
     )
-    name = f"row-parallel {inputs}x{outputs}: two processes differ from one"
-    return [*checks, (name, torch.equal(left + right, whole))]
+    what = f"row-parallel {inputs}x{outputs}"
+    checks.append((f"{what}: two processes differ from one", torch.equal(left + right, whole)))
+    many = _random(generator, max(THREADED_ROWS), inputs)
+    checks += _check_threads(
+        what,
+        lambda rows: row_parallel_linear(many[:rows], weight, leaves=TREE_LEAVES),
+        THREADED_ROWS,
+    )
+    return checks
 
 
 def _check_attention(
@@ -200,6 +257,7 @@ def _check_attention(
     for first, last in ((5, 5 + min_rows() + 1), (tiling.kv_tile - 7, length)):
         name = f"attention: the chunk {first}:{last} differs from the whole sequence"
         checks.append((name, torch.equal(rows(first, last), whole[:, first:last])))
+    checks += _check_threads("attention", lambda last: rows(0, last), (40, length))
     return checks
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rlmix.numerics.consistent.attention import attend, plan_attention
 from rlmix.numerics.consistent.contract import CPU_TILING
 from rlmix.numerics.consistent.head import (
     VOCAB_TILE,
@@ -13,6 +14,7 @@ from rlmix.numerics.consistent.head import (
     kept_normaliser,
     scores_of_logits,
     vocab_scores,
+    vocab_tiles,
 )
 from rlmix.numerics.consistent.selfcheck import self_check
 
@@ -42,6 +44,22 @@ def test_the_trainer_and_the_engine_get_the_same_bits(vocab: int) -> None:
         assert torch.equal(engine.scores_PK, trainer.scores_PK[rows])
         assert torch.equal(engine.normaliser_P, trainer.normaliser_P[rows])
         assert torch.equal(engine.entropy_P, trainer.entropy_P[rows])
+
+
+def test_a_tail_of_one_id_is_computed_with_the_tile_before_it() -> None:
+    assert list(vocab_tiles(VOCAB_TILE + 1)) == [(0, VOCAB_TILE + 1)]
+    assert list(vocab_tiles(2 * VOCAB_TILE + 65))[1:] == [
+        (VOCAB_TILE, 2 * VOCAB_TILE),
+        (2 * VOCAB_TILE, 2 * VOCAB_TILE + 65),
+    ]
+    assert list(vocab_tiles(7)) == [(0, 7)]
+    # Alone, MKL would add the last column of 31 rows otherwise than that of 4.
+    hidden, weight = random(31, 96), random(VOCAB_TILE + 1, 96, seed=1)
+    last = torch.full((31, 1), VOCAB_TILE)
+    trainer = vocab_scores(hidden, weight, last, temperature=1.0)
+    for row in range(31):
+        logits = head_logits(hidden[row : row + 1], weight)
+        assert logits[0, VOCAB_TILE] == trainer.scores_PK[row, 0]
 
 
 @pytest.mark.parametrize("vocab", [593, VOCAB_TILE + 77])
@@ -100,3 +118,26 @@ def test_the_self_check_finds_a_trim_that_the_library_adds_in_another_order() ->
         tiling=replace(CPU_TILING, trims=(192,)),
     )
     assert any(failure.startswith("attention") for failure in found.failures)
+
+
+def test_threads_that_add_otherwise_than_one_thread_are_found() -> None:
+    """The engine has one thread: agreeing with oneself is not enough for a trainer with three."""
+    queries, keys = random(1, 40, 5, 40), random(1, 1, CPU_TILING.padded(40), 40, seed=1)
+    plan = plan_attention(torch.arange(40)[None], groups=5, tiling=CPU_TILING)
+    one = attend(queries, keys, keys, plan)
+    torch.set_num_threads(3)
+    try:
+        three = attend(queries, keys, keys, plan)
+        found = self_check(
+            linear_shapes=[],
+            row_parallel_shapes=[],
+            num_heads=5,
+            num_kv_heads=1,
+            head_dim=40,
+            tiling=CPU_TILING,
+        )
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(1)
+    name = "attention: 3 threads differ from one (40 rows)"
+    assert (name in found.failures) == (not torch.equal(one, three))
