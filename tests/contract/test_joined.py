@@ -21,9 +21,9 @@ def joining(engine, tmp_path: Path, *flags: str) -> Replica:
         "--max-running-requests", str(MAX_RUNNING), *flags,
     )  # fmt: skip
     expected = {
-        "accelerator": "cpu", "weights": "bf16", "activations": "bf16", "kv": "bf16",
-        "attention": "torch_native", "linear_attention": "none", "state": "none", "moe": "auto",
-        "tp": "1", "version": "0.5.23",
+        "accelerator": "cpu", "weights": "bf16", "view": "bf16", "activations": "bf16",
+        "kv": "bf16", "attention": "torch_native", "linear_attention": "none", "state": "none",
+        "moe": "auto", "tp": "1", "version": "0.5.23",
     }  # fmt: skip
     spec = ReplicaSpec(
         name="joined-0", pool="joined", view="bf16", engine="sglang_external", url=engine.url,

@@ -141,6 +141,15 @@ def _check_exact(config: TrainConfig) -> Iterator[Problem]:
     """Exact mode takes differences of order away, not those of formats."""
     if config.numerics.consistency != "exact":
         return
+    embedded = [name for name, pool in config.pools.items() if pool.engine == "embedded"]
+    if embedded and config.trainer.device != "cpu":
+        yield Problem(
+            where="numerics.consistency",
+            what=f"got exact with trainer.device={config.trainer.device}, but "
+            f"{', '.join(embedded)} compute on this machine's CPU, and two kinds of machine do "
+            "not add alike",
+            hint="set trainer.device=cpu, or numerics.consistency=native",
+        )
     pools = config.pools.items()
     if pools and all(_formats(pool) == EXACT_REFERENCE for _, pool in pools):
         return

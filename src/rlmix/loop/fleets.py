@@ -12,6 +12,7 @@ from rlmix.observe.run_dir import RunDir
 from rlmix.plan.build import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE
 from rlmix.plan.capabilities import SGLANG_VERSION
 from rlmix.plan.runplan import PoolPlan, RunPlan
+from rlmix.plan.views import EXPERTS
 from rlmix.pools.spec import FleetSpec, PushSpec, ReplicaSpec
 
 EVAL_POOL = "eval"
@@ -60,7 +61,7 @@ def eval_fleet(
     chosen = evaluating_pool(plan)
     if chosen is None:
         raise LaunchError(NO_EVALUATION)
-    pool = _in_bf16(chosen)
+    pool = _in_bf16(chosen, is_exact=config.numerics.consistency == "exact")
     # Real servers stand on accelerators that the pool has; embedded ones take what the machine has.
     count = NUM_EVAL_REPLICAS
     if pool.engine != "embedded":
@@ -82,13 +83,15 @@ def evaluating_pool(plan: RunPlan) -> PoolPlan | None:
     return next(iter([pool for pool in pools if pool.engine == "embedded"] + real), None)
 
 
-def _in_bf16(pool: PoolPlan) -> PoolPlan:
+def _in_bf16(pool: PoolPlan, *, is_exact: bool) -> PoolPlan:
+    """In exact mode weights are BF16 anyway, and the cache is what the trainer computes with."""
     if pool.engine != "embedded":
         return pool
+    kv = pool.kv if is_exact else EVAL_FORMAT
     argv = list(pool.argv)
-    for flag, value in (("--weights", EVAL_FORMAT), ("--kv", EVAL_FORMAT), ("--pool", EVAL_POOL)):
+    for flag, value in (("--weights", EVAL_FORMAT), ("--kv", kv), ("--pool", EVAL_POOL)):
         argv[argv.index(flag) + 1] = value
-    return replace(pool, weights=EVAL_FORMAT, kv=EVAL_FORMAT, argv=tuple(argv))
+    return replace(pool, weights=EVAL_FORMAT, kv=kv, argv=tuple(argv))
 
 
 def _replica(
@@ -152,6 +155,7 @@ def _expected(pool: PoolPlan, *, consistency: str) -> dict[str, str]:
     if pool.engine == "embedded":
         return fields | {"consistency": consistency}
     return fields | {
+        "view": f"{pool.weights}:{pool.scope}" if pool.scope == EXPERTS else pool.weights,
         "linear_attention": pool.linear_attention,
         "state": pool.state,
         "moe": pool.moe,

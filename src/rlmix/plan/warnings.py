@@ -32,6 +32,8 @@ def plan_warnings(
         else:
             yield from _real_warnings(name, config.pools[name], config, facts)
     yield from _notes(config, facts)
+    if config.numerics.consistency == "exact":
+        yield from _exact_warnings(config)
     wanted = config.session.workers * config.session.concurrency
     room = sum(pool.concurrency for pool in pools.values())
     if wanted > room:
@@ -49,6 +51,21 @@ def plan_warnings(
         yield f"net.bind={config.net.bind}: servers can be reached from other machines"
     if config.sandbox.allow_unisolated:
         yield "sandbox.allow_unisolated=true: where isolation fails, commands run with your rights"
+
+
+def _exact_warnings(config: TrainConfig) -> Iterator[str]:
+    """Choices with which a difference is left in exact mode."""
+    real = [name for name, pool in config.pools.items() if pool.engine != "embedded"]
+    if real:
+        yield (
+            f"{', '.join(real)}: real servers in exact mode do not depend on the batch, but add in "
+            "another order than this trainer; their difference to it is small and not 0"
+        )
+    if config.weights.pause == "in_place":
+        yield (
+            "weights.pause=in_place: requests go on with keys of older weights, which the trainer "
+            "does not have, so exact mode leaves a difference; weights.pause=retract has none"
+        )
 
 
 def _emulated_warnings(name: str, pool: PoolPlan, config: TrainConfig) -> Iterator[str]:

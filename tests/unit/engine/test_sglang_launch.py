@@ -168,9 +168,9 @@ def test_kv_and_quantisation_have_two_names_of_one_setting() -> None:
 
 def test_the_numerics_key_of_a_real_server_says_so_and_names_its_kernels() -> None:
     expected = {
-        "accelerator": "cpu", "weights": "bf16", "activations": "bf16", "kv": "bf16",
-        "attention": "torch_native", "linear_attention": "none", "state": "none", "moe": "auto",
-        "tp": "1", "version": "0.5.23",
+        "accelerator": "cpu", "weights": "bf16", "view": "bf16", "activations": "bf16",
+        "kv": "bf16", "attention": "torch_native", "linear_attention": "none", "state": "none",
+        "moe": "auto", "tp": "1", "version": "0.5.23",
     }  # fmt: skip
     key = numerics_of(expected, {**INFO, "moe_runner_backend": "triton"})
     assert key.compact().startswith("cpu/bf16/a=bf16/kv=bf16/attn=torch_native")
@@ -178,6 +178,9 @@ def test_the_numerics_key_of_a_real_server_says_so_and_names_its_kernels() -> No
     assert key.moe == "triton"
     # `auto` says nothing, so the plan's word stands.
     assert numerics_of(expected, INFO).moe == "auto"
+    # Experts alone in NVFP4 are other numbers than all matrices.
+    fp4 = numerics_of({**expected, "weights": "nvfp4", "view": "nvfp4:experts"}, INFO)
+    assert fp4.compact().startswith("cpu/nvfp4:experts/a=bf16")
 
 
 def test_serve_knows_the_value_of_a_flag_and_finds_a_free_port() -> None:

@@ -16,9 +16,11 @@ from rlmix.pools.spec import FleetSpec
 MODEL = resolve_model("bundled:tiny")
 
 
-def fleets(tmp_path: Path, *overrides: str) -> tuple[FleetSpec, FleetSpec]:
+def fleets(
+    tmp_path: Path, *overrides: str, experiment: str = "tiny_sglang"
+) -> tuple[FleetSpec, FleetSpec]:
     """Of the sessions and of the evaluation."""
-    config = load_config("train", ["experiment=tiny_sglang", *overrides]).config
+    config = load_config("train", [f"experiment={experiment}", *overrides]).config
     plan = build_plan(config, facts=facts_of(config), python="python", sglang_python="/s/python")
     with RunDir.create(tmp_path, "r", overrides=[], config_yaml="", plan=plan.to_dict()) as run:
         return (
@@ -68,3 +70,25 @@ def test_without_a_pool_in_bf16_nothing_is_evaluated(tmp_path: Path) -> None:
             tmp_path, "~pools.b200", "pools.sglang.engine=sglang_external",
             "pools.sglang.urls=[http://10.0.0.7:1]",
         )  # fmt: skip
+
+
+def test_an_exact_evaluation_keeps_the_cache_that_the_trainer_computes_with(
+    tmp_path: Path,
+) -> None:
+    """With everything in float32 a BF16 cache would be refused, after all of the training."""
+    formats = [
+        f"pools.{pool}.{key}"
+        for pool in ("b200", "a100")
+        for key in ("weights=bf16", "activations=fp32", "kv=fp32")
+    ]
+    exact = ("pools=two", "numerics.consistency=exact", *formats)
+    _, evaluation = fleets(tmp_path, *exact, experiment="tiny")
+    argv = evaluation.replicas[0].argv
+    told = {flag: argv[argv.index(flag) + 1] for flag in ("--weights", "--activations", "--kv")}
+    assert told == {"--weights": "bf16", "--activations": "fp32", "--kv": "fp32"}
+    assert evaluation.replicas[0].expected["kv"] == "fp32"
+
+
+def test_a_real_server_s_key_names_its_view(tmp_path: Path) -> None:
+    training, _ = fleets(tmp_path)
+    assert training.replicas[0].expected["view"] == "bf16"

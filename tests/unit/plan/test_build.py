@@ -122,6 +122,14 @@ def warnings_of(*overrides: str) -> str:
     return "\n".join(plan(*overrides).warnings)
 
 
+def test_what_leaves_a_difference_in_exact_mode_is_told() -> None:
+    exact = "experiment=exact"
+    assert "another order than this trainer" in warnings_of(exact, "pools.h100.engine=sglang")
+    assert "weights.pause=retract has none" in warnings_of(exact, "weights.pause=in_place")
+    assert "exact mode" not in warnings_of(exact)
+    assert "exact mode" not in warnings_of("weights.pause=in_place")
+
+
 def test_emulation_is_always_said() -> None:
     assert "b200, a100: emulated on this machine's CPU" in warnings_of("pools=two")
 

@@ -106,7 +106,7 @@ def numerics_of(expected: Mapping[str, str], info: Mapping[str, Any]) -> Numeric
     says it took.
 
     Args:
-        expected: the plan's fields: accelerator, weights, activations, kv, attention,
+        expected: the plan's fields: accelerator, weights, view, activations, kv, attention,
             linear_attention, state, moe, tp.
     """
 
@@ -117,6 +117,7 @@ def numerics_of(expected: Mapping[str, str], info: Mapping[str, Any]) -> Numeric
     return NumericsKey(
         accelerator=expected["accelerator"],
         weights=expected["weights"],
+        view=expected["view"],
         activations=expected["activations"],
         kv=expected["kv"],
         attention=said("attention_backend", expected["attention"]),
