@@ -39,6 +39,9 @@ _RAY_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Ray runs actors at nice 15 by default; here they are the run, not a background job.
     "RAY_worker_niceness": "0",
+    # Its node must register within this; the default of 60 s is too short where many processes
+    # share two cores, and a failed start costs the run.
+    "RAY_raylet_start_wait_time_s": "240",
     # Ray refuses strangers only in this mode; said explicitly it is also quiet about it.
     "RAY_AUTH_MODE": "token",
     # Ray writes what its node agent notices (a worker died) to the driver's stdout, even with
