@@ -10,9 +10,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import orjson
+from yarl import URL
 
 from rlmix.core.errors import EngineError
 from rlmix.engine.answers import parse_document, parse_frame
@@ -136,7 +138,8 @@ class EngineClient:
             async with (
                 asyncio.timeout(self._timeout_s),
                 self._http().delete(
-                    f"{self._base_url}/sessions/{session_id}", headers=self._headers
+                    URL(f"{self._base_url}/sessions/{quote(session_id, safe='')}", encoded=True),
+                    headers=self._headers,
                 ) as response,
             ):
                 await response.read()

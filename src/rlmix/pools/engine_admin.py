@@ -186,27 +186,37 @@ class EngineAdmin:
 
 
 def read_loads(answer: dict[str, Any]) -> ReplicaLoad:
-    """`/v1/loads` summed over data-parallel ranks. Fields that are missing count as 0.
+    """`/v1/loads` summed over data-parallel ranks. Fields that are missing, or no numbers,
+    count as 0.
 
     `progress_tokens` takes the engine's own total of sampled tokens where it reports one, and
     else what the real SGLang reports: prefilled tokens and the steps in `decode_moments`.
     """
-    ranks = [rank for rank in answer.get("loads", []) if isinstance(rank, dict)]
+    listed = answer.get("loads")
+    ranks = [rank for rank in listed if isinstance(rank, dict)] if isinstance(listed, list) else []
 
     def total(key: str) -> float:
-        return float(sum(rank.get(key) or 0 for rank in ranks))
+        return float(sum(_number(rank.get(key)) for rank in ranks))
 
-    moments = sum((rank.get("decode_moments") or [0.0])[0] for rank in ranks)
+    lists = [rank.get("decode_moments") for rank in ranks]
+    moments = sum(_number(sums[0]) for sums in lists if isinstance(sums, list) and sums)
     sampled = answer.get("total_generated_tokens")
     version = str(answer.get("weight_version", ""))
     return ReplicaLoad(
         running=int(total("num_running_reqs")),
         queued=int(total("num_waiting_reqs")),
         tokens_per_s=total("gen_throughput"),
-        kv_used_frac=max((float(rank.get("token_usage") or 0.0) for rank in ranks), default=0.0),
+        kv_used_frac=max((_number(rank.get("token_usage")) for rank in ranks), default=0.0),
         progress_tokens=int(
-            total("total_prefill_uncached_tokens") + (moments if sampled is None else sampled)
+            total("total_prefill_uncached_tokens")
+            + (moments if sampled is None else _number(sampled))
         ),
-        version=int(version) if version.isdigit() else -1,
+        version=int(version) if version.isdecimal() else -1,
         is_paused=bool(answer.get("paused", False)),
     )
+
+
+def _number(value: Any) -> float:
+    """0 for whatever is no number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number else 0.0

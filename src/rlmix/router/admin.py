@@ -126,6 +126,8 @@ def parse_record(name: str, body: bytes, *, known: Upstream | None) -> ReplicaRe
     Raises:
         ValueError: with the field, what it was and what is allowed.
     """
+    if not name.isprintable():
+        raise ValueError("the name must be of printable characters")
     fields = orjson.loads(body)
     if not isinstance(fields, dict):
         raise ValueError("the body must be a JSON object")
@@ -134,6 +136,8 @@ def parse_record(name: str, body: bytes, *, known: Upstream | None) -> ReplicaRe
             raise ValueError(f"unknown field {key!r}; known are {', '.join(TYPES)}")
         if not isinstance(value, TYPES[key]) or isinstance(value, bool):
             raise ValueError(f"field {key!r} has the wrong type: {value!r}")
+        if isinstance(value, str) and not value.isprintable():
+            raise ValueError(f"field {key!r}: {value!r}; give printable characters")
     if known is not None:
         held = {key: getattr(known.record, key) for key in RECORD_FIELDS if key != "name"}
         fields = {**held, "state": known.state.value, **fields}

@@ -60,6 +60,10 @@ class DialogueBook:
         self._spill()
         return dialogue
 
+    def holds(self, session_id: str, dialogue: Dialogue) -> bool:
+        """False when the session was forgotten since; one that is locked is never spilled."""
+        return self._held.get(session_id) is dialogue
+
     def add_turn(
         self,
         session_id: str,

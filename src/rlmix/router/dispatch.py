@@ -13,7 +13,7 @@ import aiohttp
 import orjson
 
 from rlmix.router import headers as names
-from rlmix.router.forward import JSON_TYPE, BrokenStream, Call, Forwarder, Reply
+from rlmix.router.forward import JSON_TYPE, BrokenStream, Call, ClientGone, Forwarder, Reply
 from rlmix.router.metrics import Counters
 from rlmix.router.registry import Registry
 from rlmix.router.scan import scan_answer
@@ -31,6 +31,9 @@ RETRY_AFTER_S = "1"
 RETURN_LIMIT_S = 5.0
 """After a restart of the router: how long a session waits for its own replica to be registered."""
 
+CLIENT_GONE = 499
+"""Counted, and seen by nobody."""
+
 VIEWS = ("strict", "prefer")
 
 
@@ -40,6 +43,8 @@ class DispatchSpec:
     """How long a request without a home may wait for a place before it is answered 503."""
     view: str
     """`strict`: a session never changes its weight view; `prefer`: only when it must."""
+    request_timeout_s: float
+    """A replica that kept a request for half of this without an answer has a fault."""
     started_s: float
     """When this router started; sessions from before may come back for `RETURN_LIMIT_S`."""
 
@@ -97,6 +102,7 @@ class Dispatcher:
                 if isinstance(placed, Reply):
                     return placed
                 upstream = placed
+            sent_s = time.monotonic()
             try:
                 return await self._forward(session, upstream, call)
             except _ReplicaLost as error:
@@ -109,12 +115,18 @@ class Dispatcher:
                     upstream.name,
                     error,
                 )
+                if call.has_passed:
+                    return _broken(upstream, error)
             except BrokenStream as error:
                 upstream.faults += 1
                 self._note_fault(upstream, str(error))
-                return refuse(502, f"replica {upstream.name} was lost amid its answer: {error}")
+                return _broken(upstream, error)
+            except ClientGone:
+                return Reply(status=CLIENT_GONE, content=b"", is_streamed=True)
             except TimeoutError:
-                self._note_fault(upstream, "timeout")
+                # How little time a client has left is not the replica's fault.
+                if time.monotonic() - sent_s >= self._spec.request_timeout_s / 2:
+                    self._note_fault(upstream, "timeout")
                 return refuse(504, f"replica {upstream.name} did not answer in {call.limit_s:g} s")
             finally:
                 self._registry.give_place(upstream, ask.total_tokens)
@@ -251,7 +263,7 @@ class Dispatcher:
     ) -> None:
         now_s = time.monotonic()
         if reply.status == 200:
-            facts = scan_answer(reply.content)
+            facts = scan_answer(reply.content, most_output_tokens=call.facts.max_new_tokens)
             upstream.observe_turn(
                 now_s - started_s,
                 (in_flight_before + upstream.in_flight) / 2,
@@ -286,6 +298,10 @@ def too_old(min_version: int | None, upstream: Upstream | None) -> Reply:
     who = "every ready replica" if upstream is None else f"replica {upstream.name}"
     has = "" if upstream is None else f" (it has {upstream.version})"
     return refuse(409, f"{who} is older than version {min_version}{has}; ask again")
+
+
+def _broken(upstream: Upstream, error: Exception) -> Reply:
+    return refuse(502, f"replica {upstream.name} was lost amid its answer: {error}; ask again")
 
 
 def refuse(status: int, error: str) -> Reply:

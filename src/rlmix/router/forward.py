@@ -6,6 +6,7 @@ another replica's tokens.
 
 import os
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -50,6 +51,8 @@ class Call:
     deadline_s: float | None = None
     sink: Sink | None = None
     """Where a streamed answer goes; None reads it whole."""
+    has_passed: bool = False
+    """An answer has begun to pass through the sink: no other replica may answer any more."""
 
     @property
     def left_s(self) -> float:
@@ -68,6 +71,10 @@ class Reply:
 
 class BrokenStream(Exception):
     """The replica was lost after pieces of its answer had been passed on."""
+
+
+class ClientGone(Exception):
+    """The client hung up while an answer was passed on to it; no fault of the replica."""
 
 
 class Forwarder:
@@ -110,6 +117,7 @@ class Forwarder:
             aiohttp.ClientError: the replica is lost.
             TimeoutError: no whole answer within the call's limit.
             BrokenStream: it was lost in the middle of a streamed answer.
+            ClientGone: nobody is there any more to pass a streamed answer on to.
         """
         for is_last in (False, True):
             timeout = aiohttp.ClientTimeout(
@@ -126,7 +134,7 @@ class Forwarder:
                     kept.setdefault("Content-Type", JSON_TYPE)
                     is_events = kept["Content-Type"].startswith(EVENTS_TYPE)
                     if call.sink is not None and is_events and response.status == 200:
-                        return await _pass_on(response, call.sink, {**kept, **extra})
+                        return await _pass_on(response, call, call.sink, {**kept, **extra})
                     return Reply(
                         status=response.status, content=await response.read(), headers=kept
                     )
@@ -151,14 +159,26 @@ class Forwarder:
         return headers | upstream.record.authorization(self._token, os.environ)
 
 
-async def _pass_on(response: aiohttp.ClientResponse, sink: Sink, headers: dict[str, str]) -> Reply:
+async def _pass_on(
+    response: aiohttp.ClientResponse, call: Call, sink: Sink, headers: dict[str, str]
+) -> Reply:
     """The pieces of a streamed answer, as they come; its tail is kept for its facts."""
-    await sink.start(response.status, headers)
+    call.has_passed = True
+    await _to_client(sink.start(response.status, headers))
     tail = b""
     try:
         async for piece in response.content.iter_any():
-            await sink.write(piece)
+            await _to_client(sink.write(piece))
             tail = (tail + piece)[-(1 << 16) :]
     except (aiohttp.ClientError, TimeoutError) as error:
         raise BrokenStream(f"{type(error).__name__}: {error}") from None
     return Reply(status=response.status, content=tail, headers=headers, is_streamed=True)
+
+
+async def _to_client(writing: Awaitable[None]) -> None:
+    """Write to the client. aiohttp tells of its end in the same errors as of a replica's, which
+    must not be mixed up: one that nobody listens to is not dead."""
+    try:
+        await writing
+    except (aiohttp.ClientError, OSError) as error:
+        raise ClientGone(f"{type(error).__name__}: {error}") from None

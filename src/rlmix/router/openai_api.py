@@ -157,7 +157,8 @@ class OpenAIApi:
             headers = {**reply.headers, "Retry-After": "1"}
             return _error(503, f"the replica ended the turn: {sampled.finish_reason}", headers)
         document = self._document(asked, sampled)
-        if dialogue is not None:
+        # A session that was released amid its turn stays forgotten.
+        if dialogue is not None and self._book.holds(session_id, dialogue):
             self._write(session_id, dialogue, asked, sampled, document, known, appended, reply)
         reply.headers["Content-Type"] = "application/json"
         return Reply(status=200, content=orjson.dumps(document), headers=reply.headers)

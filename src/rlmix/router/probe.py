@@ -58,8 +58,7 @@ def read_loads(document: Mapping[str, Any]) -> Loads:
         value = total(key)
         return None if value is None else int(value)
 
-    moments = [rank.get("decode_moments") for rank in ranks]
-    lists = [m for m in moments if isinstance(m, list) and len(m) >= 6]
+    moments = [found for rank in ranks if (found := _moments(rank.get("decode_moments")))]
     active = whole("num_active_tokens")
     return Loads(
         running=whole("num_running_reqs"),
@@ -70,9 +69,7 @@ def read_loads(document: Mapping[str, Any]) -> Loads:
         max_running=whole("max_running_requests"),
         prefill_tokens=total("total_prefill_uncached_tokens"),
         prefill_us=total("total_prefill_busy_us"),
-        moments=tuple(sum(_number(m[i]) or 0.0 for m in lists) for i in range(6))
-        if lists
-        else None,
+        moments=tuple(sum(column) for column in zip(*moments, strict=True)) if moments else None,
         generated_tokens=_number(document.get("total_generated_tokens")),
         version=read_version(document.get("weight_version")),
         is_paused=bool(document["paused"]) if "paused" in document else None,
@@ -129,9 +126,22 @@ def read_server_info(document: Mapping[str, Any]) -> ServerFacts:
     )
 
 
+def _moments(value: Any) -> list[float] | None:
+    """Six sums that are numbers; None for anything else."""
+    if not isinstance(value, list) or len(value) < 6:
+        return None
+    numbers = [number for one in value[:6] if (number := _number(one)) is not None]
+    return numbers if len(numbers) == 6 else None
+
+
+MOST = 1e18
+"""No count or time of a server is above this."""
+
+
 def _number(value: Any) -> float | None:
+    """None unless it is a count or a time: a number from 0 to `MOST`."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and value == value else None
+    return float(value) if is_number and 0 <= value <= MOST else None
 
 
 def _whole(value: Any) -> int | None:

@@ -1,6 +1,7 @@
 """Turns replies into HTTP: whole, kept alive with blanks, or as server-sent events."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable
 
 import orjson
@@ -85,7 +86,8 @@ class EventSink:
 
     async def close(self) -> web.StreamResponse:
         assert self._response is not None
-        await self._response.write_eof()
+        with contextlib.suppress(ConnectionError):  # The client may have left.
+            await self._response.write_eof()
         return self._response
 
     async def keep_alive(self, answer: Awaitable[Reply]) -> Reply:
@@ -116,6 +118,8 @@ class EventSink:
             document = _document(reply.content)
             if reply.status != 200:
                 document = {"status": reply.status, **document}
+            if not self._is_between:
+                await self.write(b"\n\n")  # Ends what was broken off amid an event.
             await self.event(document)
             await self.write(b"data: [DONE]\n\n")
         return await self.close()

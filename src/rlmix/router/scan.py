@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 _IDS = b'"input_ids"'
 _TEXT = b'"text"'
-_NEW_TOKENS = re.compile(rb'"max_new_tokens"\s*:\s*(\d+)')
+_NEW_TOKENS = re.compile(rb'"max_new_tokens"\s*:\s*(\d{1,12})')
 _STREAM = re.compile(rb'"stream"\s*:\s*true')
-_COMPLETION = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')
-_CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
+_COMPLETION = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,12})')
+_CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,12})')
 BYTES_PER_TOKEN = 4
 """Of a prompt in text."""
 
@@ -60,13 +60,20 @@ class AnswerFacts:
     cached_tokens: int | None
 
 
+MAX_OUTPUT_TOKENS = 1 << 20
+"""Of an answer to a request that named no limit."""
 HEAD_BYTES = 4096
 """Where our engines and SGLang put these fields, or the end of the answer."""
 
 
-def scan_answer(content: bytes) -> AnswerFacts:
+def scan_answer(content: bytes, *, most_output_tokens: int | None = None) -> AnswerFacts:
+    """A count above what was asked for is nonsense and counts as missing: the mean over all
+    sessions is made of these."""
+    output = _find(_COMPLETION, content)
+    most = MAX_OUTPUT_TOKENS if most_output_tokens is None else most_output_tokens
     return AnswerFacts(
-        output_tokens=_find(_COMPLETION, content), cached_tokens=_find(_CACHED, content)
+        output_tokens=None if output is None or output > most else output,
+        cached_tokens=_find(_CACHED, content),
     )
 
 

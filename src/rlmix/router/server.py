@@ -42,13 +42,16 @@ log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 256 << 20
 """A million token ids in JSON take 8 MB; this only stops nonsense."""
 
+MAX_ID_CHARS = 512
+"""Of ids that clients make up; they are kept, listed and sent on."""
+
 SWEEP_EVERY_S = 2.0
 """How often idle sessions are looked for."""
 FIT_EVERY_S = 0.5
 """How often replicas' times are fitted anew."""
 KEPT_EXPIRIES = 10.0
 """Rows of the store live for so many times the idle expiry: a session in memory writes its row
-only when it moves."""
+when it moves, and else about once in one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +136,10 @@ class Router:
         self.forwarder = Forwarder(token=self._token)
         self._dispatcher = Dispatcher(
             DispatchSpec(
-                queue_timeout_s=spec.queue_timeout_s, view=spec.view, started_s=time.monotonic()
+                queue_timeout_s=spec.queue_timeout_s,
+                view=spec.view,
+                request_timeout_s=spec.request_timeout_s,
+                started_s=time.monotonic(),
             ),
             self.registry,
             self.sessions,
@@ -220,11 +226,16 @@ class Router:
         """The token, and the shard that owns the session."""
         if self._token is not None and request.path not in ("/ping", "/health"):
             given = request.headers.get("Authorization", "")
-            if not hmac.compare_digest(given.encode(), self._token.encode()):
+            if not hmac.compare_digest(given.encode(errors="replace"), self._token.encode()):
                 return reply_json(
                     {"error": "router: token missing or wrong (Authorization: Bearer ...)"},
                     status=401,
                 )
+        for name in (names.SESSION, names.GROUP, names.REQUEST_ID):
+            given = request.headers.get(name, "")
+            if len(given) > MAX_ID_CHARS or not given.isprintable():
+                text = f"{name}: give at most {MAX_ID_CHARS} printable characters"
+                return to_response(refuse(400, text))
         if self._peers is not None:
             answer = await self._peers.answer_elsewhere(request, self.forwarder, self.counters)
             if answer is not None:
@@ -295,7 +306,7 @@ def _number(text: str | None, name: str, *, whole: bool = False) -> float | None
         return None
     try:
         number = float(int(text)) if whole else float(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         kind = "whole number" if whole else "number"
         raise ValueError(f"{name}: {text!r} is not a {kind}") from None
     if number != number or number < 0:

@@ -44,8 +44,8 @@ class Session(Generic[H]):
     """One open session. Plain and mutable: the router has thousands and touches one a request."""
 
     __slots__ = (
-        "answered_s", "context_tokens", "home", "home_name", "in_flight", "moves", "seen_s",
-        "session_id", "turns", "view",
+        "answered_s", "context_tokens", "home", "home_name", "in_flight", "moves", "recorded_s",
+        "seen_s", "session_id", "turns", "view",
     )  # fmt: skip
 
     def __init__(self, session_id: str, now_s: float) -> None:
@@ -62,6 +62,8 @@ class Session(Generic[H]):
         self.context_tokens = 0
         """Of its last turn, answer included: what the home has cached."""
         self.seen_s = now_s
+        self.recorded_s = now_s
+        """When its row was written last, or it was opened."""
         self.answered_s: float | None = None
         """When the last turn was answered; None before the first."""
 
@@ -106,6 +108,10 @@ class SessionTable(Generic[H]):
         session.seen_s = now_s
         if session.session_id in self._sessions:
             self._sessions.move_to_end(session.session_id)
+        if now_s - session.recorded_s > self._idle_expiry_s:
+            # Rows of the ledger age as well, and this one's session is in use.
+            session.recorded_s = now_s
+            self.record(session)
 
     def settle(self, session: Session[H], home: H | None) -> None:
         """Give the session a home, another home, or (None) take it away."""

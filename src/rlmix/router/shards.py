@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import aiohttp
 import orjson
@@ -103,7 +102,7 @@ class Peers:
         if method == "POST" and path in SESSION_PATHS:
             session_id = request.headers.get(names.SESSION)
         elif path.startswith("/sessions/"):
-            session_id = unquote(path.split("/")[2])
+            session_id = request.match_info.get("id")
         if not session_id:
             return None
         owner = owner_of(session_id, self._spec.count)
@@ -254,10 +253,14 @@ async def _relay(request: web.Request, response: aiohttp.ClientResponse) -> web.
     first = await response.content.readany()
     await relayed.prepare(request)
     await relayed.write(first)
-    with contextlib.suppress(aiohttp.ClientError):
+    try:
         async for piece in response.content.iter_any():
             await relayed.write(piece)
         await relayed.write_eof()
+    except aiohttp.ClientError:
+        # Half an answer must not end like a whole one.
+        if request.transport is not None:
+            request.transport.abort()
     return relayed
 
 

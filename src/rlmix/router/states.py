@@ -65,12 +65,14 @@ class HealthRules:
 class HealthRecord:
     """One replica's health. Times come from the caller."""
 
-    __slots__ = ("_deaths", "_faults", "_rules", "reason", "state")
+    __slots__ = ("_deaths", "_faults", "_rules", "_unanswered", "reason", "state")
 
     def __init__(self, rules: HealthRules) -> None:
         self._rules = rules
         self._faults: deque[float] = deque()
         self._deaths: deque[float] = deque()
+        self._unanswered = 0
+        """Faults since the last good answer."""
         self.state = Health.HEALTHY
         self.reason = ""
 
@@ -80,8 +82,9 @@ class HealthRecord:
         if not self.state.is_alive:
             return self.state
         self._faults.append(now_s)
+        self._unanswered += 1
         self._forget(now_s)
-        if len(self._faults) >= self._rules.dead_faults:
+        if min(self._unanswered, len(self._faults)) >= self._rules.dead_faults:
             return self.died(now_s=now_s, reason=f"{len(self._faults)} faults, last: {reason}")
         if len(self._faults) >= self._rules.suspect_faults and self.state is Health.HEALTHY:
             self.state, self.reason = Health.SUSPECT, reason
@@ -89,6 +92,7 @@ class HealthRecord:
 
     def success(self, *, now_s: float) -> Health:
         """A whole answer: old faults count less than what works now."""
+        self._unanswered = 0
         if self._faults:
             self._faults.popleft()
             self._forget(now_s)
@@ -107,6 +111,7 @@ class HealthRecord:
         """Connections are refused or broke twice, or no token came for too long."""
         if self.state not in (Health.DEAD, Health.RETIRED):
             self._faults.clear()
+            self._unanswered = 0
             self._deaths.append(now_s)
             while self._deaths[0] < now_s - self._rules.restart_window_s:
                 self._deaths.popleft()

@@ -27,6 +27,10 @@ MEMORY_STEPS = 20_000.0
 TRUST_PREFILL_TOKENS = 2_000.0
 MEMORY_PREFILL_TOKENS = 1e6
 
+MAX_STEP_S = 600.0
+"""Sums of longer steps, or with a mean batch that its squares rule out, are nonsense and are not
+learned from: all replicas' priors are scaled by what each of them shows."""
+
 SLOPE_FLOOR_FRAC = 0.5
 """At least this share of a step is taken to grow with the batch. Measured steps are nearly flat
 over small batches, but every further request also brings prefill, cache and state traffic that
@@ -148,7 +152,8 @@ class StepFit:
         if moments[0] < before[0]:
             before = (0.0,) * 6
         steps, batch, us, squared, batch_us = (moments[i] - before[i] for i in range(5))
-        if steps > 0 and us > 0:
+        is_possible = squared * steps >= 0.999 * batch * batch and us <= steps * MAX_STEP_S * 1e6
+        if steps > 0 and us > 0 and batch > 0 and batch_us >= 0 and is_possible:
             self._add(steps, batch, squared, us * 1e-6, batch_us * 1e-6)
 
     def observe_turn(

@@ -1,8 +1,8 @@
 """What outlives memory: sessions' homes, and the turns of trajectories. One SQLite file.
 
 Invariant: what was written is there after this process was killed (not after the machine was):
-writes reach the system before they return, and nothing waits for the disk. Rows that nobody touched
-for `idle_expiry_s` are removed, so the file is bounded by what was used lately.
+writes reach the system before they return, and nothing waits for the disk. Sessions of which
+nothing was written for long are removed as a whole, so the file is bounded by what was used lately.
 """
 
 import os
@@ -23,6 +23,7 @@ CREATE TABLE IF NOT EXISTS turns (id TEXT, number INTEGER, body BLOB, seen_s REA
     PRIMARY KEY (id, number));
 CREATE INDEX IF NOT EXISTS by_age ON sessions (seen_s);
 CREATE INDEX IF NOT EXISTS turns_by_age ON turns (seen_s);
+CREATE INDEX IF NOT EXISTS turns_by_session ON turns (id, seen_s);
 """
 
 
@@ -51,6 +52,7 @@ class SessionStore:
                 "remove the file"
             ) from None
         self.path = path
+        self._wall_less_monotonic_s = time.time() - time.monotonic()
 
     def close(self) -> None:
         self._db.close()
@@ -60,6 +62,11 @@ class SessionStore:
     @property
     def num_bytes(self) -> int:
         return os.path.getsize(self.path)
+
+    def _now_s(self) -> float:
+        """Wall time of the start and what has passed since: a clock that is set meanwhile must not
+        make everything old."""
+        return self._wall_less_monotonic_s + time.monotonic()
 
     # --- sessions
 
@@ -74,7 +81,7 @@ class SessionStore:
     def write(self, row: SessionRow) -> None:
         self._db.execute(
             "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?)",
-            (row.session_id, row.home, row.view, row.moves, time.time()),
+            (row.session_id, row.home, row.view, row.moves, self._now_s()),
         )
 
     def erase(self, session_id: str) -> bool:
@@ -84,17 +91,22 @@ class SessionStore:
         return found > 0
 
     def expire(self, older_than_s: float) -> None:
-        """Remove rows that nobody wrote for so long; sessions in memory write theirs again."""
-        limit = time.time() - older_than_s
+        """Remove what nobody wrote for so long; sessions in memory write their rows again, and
+        turns go when the last of their session is that old: a trajectory is whole or not there."""
+        limit = self._now_s() - older_than_s
         self._db.execute("DELETE FROM sessions WHERE seen_s < ?", (limit,))
-        self._db.execute("DELETE FROM turns WHERE seen_s < ?", (limit,))
+        self._db.execute(
+            "DELETE FROM turns WHERE seen_s < ? AND NOT EXISTS "
+            "(SELECT 1 FROM turns AS later WHERE later.id = turns.id AND later.seen_s >= ?)",
+            (limit, limit),
+        )
 
     # --- turns of trajectories
 
     def append_turn(self, session_id: str, number: int, body: bytes) -> None:
         self._db.execute(
             "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?)",
-            (session_id, number, body, time.time()),
+            (session_id, number, body, self._now_s()),
         )
 
     def turns(self, session_id: str) -> Iterator[bytes]:

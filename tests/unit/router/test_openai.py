@@ -179,3 +179,28 @@ def test_messages_are_compared_by_what_they_say():
     assert normal_message(said) == normal_message(parts)
     with pytest.raises(ValueError, match="list of text parts"):
         normal_message({"role": "user", "content": [{"type": "image_url"}]})
+
+
+def test_a_session_that_is_released_amid_a_turn_stays_forgotten(stage):
+    async def scenario(client, seen):
+        messages = [QUESTION]
+        first = await client.chat.completions.create(model="m", messages=messages)
+        messages += [first.choices[0].message, {"role": "user", "content": "And?"}]
+        await stage.fail_next("a", "slow")
+        asking = asyncio.create_task(client.chat.completions.create(model="m", messages=messages))
+
+        async def is_there():
+            return (await stage.replica("a"))["in_flight"] == 1
+
+        while not await is_there():
+            await asyncio.sleep(0.02)
+        async with stage.http.delete(stage.urls["router"] + "/sessions/s") as response:
+            assert await response.json() == {"released": True}
+        assert (await asking).choices[0].message.content == "two"
+        # Its second turn alone would be a trajectory that nobody sampled.
+        assert (await trajectory(stage))[0] == 404
+        await client.chat.completions.create(model="m", messages=[QUESTION])
+        status, found = await trajectory(stage)
+        assert (status, found["num_turns"], len(found["segments"])) == (200, 1, 1)
+
+    talk(stage, scenario, answers=[turn("one"), turn("two"), turn("three")])

@@ -5,8 +5,11 @@ import os
 import signal
 import time
 
+import pytest
+
 from rlmix.engine.http import JsonServer, RequestError, reply_json
 from rlmix.engine.scripted import ScriptedEngine, certain_reply
+from rlmix.router.__main__ import main
 
 
 async def until(condition, timeout_s=60.0):
@@ -166,3 +169,28 @@ def test_a_native_answer_is_kept_alive_with_blanks_when_asked(stage):
         assert "did not answer in 0.2 s" in late.body["error"]
 
     run(stage, scenario, latency_s=0.6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--replica x", "--replica x: give NAME=URL"),
+        ("--replica a=http://h:port", "--replica a=http://h:port: give NAME=URL"),
+        ("--replica a=http://h:99999", "give NAME=URL"),
+        ("--replica a=http://:1", "give NAME=URL"),
+        ("--replica a=http://h:1 --replica a=http://h:2", "the name a is given twice"),
+        ("--replica a=http://h:1 --speed b=2", "no --replica has this name; known: a"),
+        ("--replica a=http://h:1 --speed a=0", "--speed a=0: give NAME=X with a number above 0"),
+        ("--port 99999", "--port 99999: give 0 to 65535"),
+        ("--break-affinity-s nan", "--break-affinity-s: give a number of at least 0"),
+        ("--max-sessions 0", "--max-sessions: give at least 1"),
+        ("--token-env RLMIX_NOT_SET", "the variable is not set"),
+        ("--model bundled:none", "bundled models: bundled:tiny"),
+    ],
+)
+def test_bad_arguments_are_one_sentence_and_exit_2(arguments, says, capsys):
+    assert main(arguments.split()) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1
+    assert said.startswith("router")

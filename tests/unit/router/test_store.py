@@ -1,5 +1,7 @@
 """What leaves memory is found again, and what is forgotten is gone."""
 
+import time
+
 import pytest
 
 from rlmix.core.errors import ConfigError
@@ -101,4 +103,44 @@ def test_little_memory_holds_few_dialogues():
         )  # fmt: skip
     assert len(book) <= 65  # Below 65 the sum is not taken.
     assert book.open("s0").ids.tolist() == [1] * 9 + [2]
+    store.close()
+
+
+def set_age(store, session_id, number, age_s):
+    store._db.execute(
+        "UPDATE turns SET seen_s = seen_s - ? WHERE id = ? AND number = ?",
+        (age_s, session_id, number),
+    )
+
+
+def test_a_session_that_goes_on_keeps_its_first_turns_and_its_row(tmp_path):
+    store = SessionStore(tmp_path / "s.sqlite")
+    for number in range(3):
+        store.append_turn("long", number, b"%d" % number)
+    store.append_turn("over", 0, b"x")
+    set_age(store, "long", 0, 1000.0)
+    set_age(store, "long", 1, 500.0)
+    set_age(store, "over", 0, 1000.0)
+    store.expire(older_than_s=100.0)
+    assert list(store.turns("long")) == [b"0", b"1", b"2"]  # a part would be no trajectory
+    assert list(store.turns("over")) == []
+    # The row of a session that never moves is written again while it is used.
+    table, home = make_table(store), Replica("a")
+    session = table.open("s", now_s=0.0)
+    table.settle(session, home)
+    store._db.execute("UPDATE sessions SET seen_s = seen_s - 1000.0")
+    table.touch(session, now_s=99.0)
+    table.touch(session, now_s=101.0)
+    store.expire(older_than_s=100.0)
+    assert store.find("s") is not None
+    store.close()
+
+
+def test_a_clock_that_is_set_forward_makes_nothing_old(tmp_path, monkeypatch):
+    store = SessionStore(tmp_path / "s.sqlite")
+    store.append_turn("s", 0, b"x")
+    true_time = time.time
+    monkeypatch.setattr(time, "time", lambda: true_time() + 86_400.0)
+    store.expire(older_than_s=3_600.0)
+    assert list(store.turns("s")) == [b"x"]
     store.close()
