@@ -215,7 +215,7 @@ def main() -> None:
         )
     ]
     fixed_or_scaled = [] if arguments.quick else scaled(6.0)
-    times = [timed(200, 1.0)] if arguments.quick else [timed(64, 4.0), timed(2000, 0.5)]
+    times = [timed(200, 1.0)] if arguments.quick else [timed(64, 4.0), timed(2000, 1.0)]
     if arguments.svg is not None:
         arguments.svg.write_text(plot(rows))
     if arguments.json:
