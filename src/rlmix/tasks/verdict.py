@@ -21,8 +21,8 @@ from rlmix.sandbox.repository import checked_path
 from rlmix.tasks.evidence.junit import parse_junit
 from rlmix.tasks.evidence.names import renamed
 from rlmix.tasks.evidence.pro import parse_pro
-from rlmix.tasks.evidence.report import TestReport
-from rlmix.tasks.evidence.runners import RUNNERS, runner_of
+from rlmix.tasks.evidence.report import TestReport, collect
+from rlmix.tasks.evidence.runners import RUNNERS, Runner, runner_of
 from rlmix.tasks.inside.programs import program
 from rlmix.tasks.rule import (
     CommandRun,
@@ -226,7 +226,7 @@ def command_run(lines: Lines, result: PythonResult, hidden: HiddenTask) -> Comma
     if runner is not None:
         output = unpacked(said["output"]).decode(errors="replace")
         junit = unpacked(said["junit"]) if "junit" in said else None
-        report = runner.parse(output) if junit is None else parse_junit(junit)
+        report = _read_report(runner, output, junit)
         report = renamed(report, hidden.name_style)
     nonce = said["canary"] if has_canary(hidden) and "canary" in said else ""
     return CommandRun(
@@ -235,6 +235,15 @@ def command_run(lines: Lines, result: PythonResult, hidden: HiddenTask) -> Comma
         canary=nonce,
         reverted=reverted,
     )
+
+
+def _read_report(runner: Runner, output: str, junit: bytes | None) -> TestReport:
+    """What the runner reported. Tested code may have written it, so one that breaks its reader is
+    worth nothing; it must not end the session."""
+    try:
+        return runner.parse(output) if junit is None else parse_junit(junit)
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        return collect((), f"it cannot be read: {type(error).__name__}")
 
 
 def unpacked(text: str) -> bytes:

@@ -12,7 +12,7 @@ from rlmix.tasks.evidence.report import Status, TestReport, collect
 
 _GO_WORDS = {"PASS": Status.PASS, "FAIL": Status.FAIL, "SKIP": Status.SKIP}
 _GO_LINE = re.compile(r"^\s*--- (PASS|FAIL|SKIP): (\S+) \([\d.]+s\)$")
-_GO_PACKAGE = re.compile(r"^(ok|FAIL|\?)\s+\S+", re.MULTILINE)
+_GO_PACKAGE = re.compile(r"^(ok|FAIL|\?)[ \t]+\S+", re.MULTILINE)
 
 
 def parse_go(text: str) -> TestReport:
@@ -37,7 +37,7 @@ def _events(text: str) -> Iterator[dict[str, object]]:
         if line.startswith("{") and '"Action"' in line:
             try:
                 event = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(event, dict):
                 yield event

@@ -22,11 +22,13 @@ _JEST_WORDS = {
 }
 _MARKS = {"✓": Status.PASS, "✔": Status.PASS, "√": Status.PASS, "✕": Status.FAIL, "×": Status.FAIL}
 _SKIP_MARKS = {"○", "↓", "✎"}
-_DURATION = re.compile(r"\s+\(?\d+(?:\.\d+)?\s?m?s\)?$")
-_LINE = re.compile(r"^(?P<indent>\s*)(?P<mark>\S)\s+(?P<name>.+?)\s*$")
-_MOCHA_FAIL = re.compile(r"^(?P<indent>\s{2,})\d+\) (?P<name>.+?)\s*$")
-_MOCHA_PENDING = re.compile(r"^(?P<indent>\s{2,})- (?P<name>.+?)\s*$")
-_END = re.compile(r"^\s*(?:Tests:?\s+.*\d+ (?:passed|failed|skipped)|\d+ passing)", re.MULTILINE)
+_DURATION = re.compile(r"(?<!\s)\s+\(?\d+(?:\.\d+)?\s?m?s\)?$")
+_LINE = re.compile(r"^(?P<indent>\s*)(?P<mark>\S)\s+(?P<name>\S.*)$")
+_MOCHA_FAIL = re.compile(r"^(?P<indent>\s{2,})\d+\) +(?P<name>\S.*)$")
+_MOCHA_PENDING = re.compile(r"^(?P<indent>\s{2,})- +(?P<name>\S.*)$")
+_END = re.compile(
+    r"^[ \t]*(?:Tests:?[ \t].*?\b\d+ (?:passed|failed|skipped)|\d+ passing)", re.MULTILINE
+)
 
 
 def parse_javascript(text: str) -> TestReport:
@@ -108,6 +110,7 @@ def _text(text: str) -> Iterator[tuple[str, Status]]:
 
 
 def _marked(line: str) -> tuple[str, Status] | None:
+    line = line.rstrip()
     match = _LINE.match(line)
     if match and (match["mark"] in _MARKS or match["mark"] in _SKIP_MARKS):
         name = _DURATION.sub("", match["name"])

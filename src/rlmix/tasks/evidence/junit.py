@@ -13,6 +13,8 @@ from rlmix.tasks.evidence.report import Status, TestReport, collect
 def parse_junit(document: bytes) -> TestReport:
     """Outcomes by name: `file::Class::test` where the case names its file (pytest's `xunit1`
     family), else `classname.name`, else `name`."""
+    if b"\0" in document:
+        return collect((), "the XML is no UTF-8, which every runner writes")
     if b"<!DOCTYPE" in document or b"<!ENTITY" in document:
         return collect((), "the XML declares a document type, which no runner does")
     try:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from rlmix.tasks.evidence.report import TestReport, collect
 
 _DJANGO = re.compile(r"^(?P<where>[\w.]+)\.(?P<method>\w+)$")
-_TIMING = re.compile(r"\s*[\[(]\s*\d+(?:\.\d+)?\s*m?s(?:ec)?\s*[\])]\s*$")
+_TIMING = re.compile(r"(?<!\s)\s*[\[(]\s*\d+(?:\.\d+)?\s*m?s(?:ec)?\s*[\])]\s*$")
 
 
 def same(name: str) -> str:

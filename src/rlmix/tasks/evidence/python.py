@@ -1,5 +1,8 @@
 """Reports of pytest (summary and verbose lines) and unittest (verbose lines).
 
+Invariant: output is hostile, so every pattern here takes time in proportion to the text, never to
+its square: no two neighbouring parts can share out the same letters in several ways.
+
 Sources: the "short test summary info" section that `pytest -rA` prints, the progress lines of
 `pytest -v`, and the lines of `unittest.TextTestResult`, which Django's runner shares.
 """
@@ -12,7 +15,7 @@ from rlmix.tasks.evidence.report import Status, TestReport, collect
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _SUMMARY = re.compile(r"^=+ short test summary info =+$", re.MULTILINE)
 _END = re.compile(
-    r"^=*\s?(?P<counts>(?:\d+ [a-z]+(?:, )?)+|no tests ran) in [\d.]+ ?s.*?(?: \([\d:]+\))?\s?=*$",
+    r"^=*\s?(?P<counts>(?:\d+ [a-z]+(?:, )?)+|no tests ran) in [\d.]+ ?s[^=\n]*=*$",
     re.MULTILINE,
 )
 _WORDS = {
@@ -23,11 +26,9 @@ _WORDS = {
     "XPASS": Status.XPASS,
 }
 _SUMMARY_LINE = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS) (.+)$")
-_VERBOSE_LINE = re.compile(
-    r"^(?:\[gw\d+\] \[ *\d+%\] (?P<first>[A-Z]+) (?P<dist>\S.*?)"
-    r"|(?P<name>\S+?::.+?) (?P<word>PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)"
-    r"(?: \(.*\))?(?: +\[ *\d+%\])?)\s*$"
-)
+_WORKER_LINE = re.compile(r"^\[gw\d+\] \[ *\d+%\] (?P<word>[A-Z]+) (?P<name>\S.*)$")
+_VERBOSE_WORD = re.compile(r" (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)(?= \(|$)")
+_PERCENT = re.compile(r"\[ *\d+%\]")
 
 
 def parse_pytest(text: str) -> TestReport:
@@ -77,10 +78,24 @@ def _node_id(rest: str) -> str:
 def _verbose(text: str) -> Iterator[tuple[str, Status]]:
     words = {**_WORDS, "SKIPPED": Status.SKIP}
     for line in text.splitlines():
-        if match := _VERBOSE_LINE.match(line):
-            word, name = match["first"] or match["word"], match["dist"] or match["name"]
-            if word in words and "::" in name:
-                yield name, words[word]
+        name, word = _verbose_line(line.rstrip())
+        if word in words and "::" in name:
+            yield name, words[word]
+
+
+def _verbose_line(line: str) -> tuple[str, str]:
+    """(name, word) of a progress line; both empty for any other."""
+    if match := _WORKER_LINE.match(line):
+        return match["name"], match["word"]
+    rest, mark, percent = line.rpartition("[")
+    if mark and _PERCENT.fullmatch(mark + percent):
+        line = rest.rstrip()
+    for match in _VERBOSE_WORD.finditer(line):
+        # The first word with nothing but a reason in brackets behind it.
+        if match.end() == len(line) or line.endswith(")"):
+            name = line[: match.start()]
+            return (name, match[1]) if "::" in name.partition(" ")[0][1:] else ("", "")
+    return "", ""
 
 
 def _count_fault(report: TestReport, counts: str) -> str:
@@ -92,7 +107,7 @@ def _count_fault(report: TestReport, counts: str) -> str:
     return ""
 
 
-_UNIT_LINE = re.compile(r"^(?P<method>\w+) \((?P<where>[\w.<>]+)(?:[^)]*)\)(?P<rest>.*)$")
+_UNIT_LINE = re.compile(r"^(?P<method>\w+) \((?P<where>[\w.<>]++)[^)]*+\)(?P<rest>.*)$")
 _UNIT_WORD = re.compile(
     r"(?:^|\.\.\. ?)(?P<word>ok|FAIL|ERROR|skipped .*|expected failure|unexpected success)\s*$"
 )
