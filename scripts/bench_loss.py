@@ -107,7 +107,7 @@ def plain_logprobs(inputs: Inputs, hidden_PH: Any, sampled_P: Any) -> Any:
 def dense(inputs: Inputs) -> float:
     loss = clipped_loss(inputs, plain_logprobs(inputs, inputs.hidden_PH, inputs.sampled_P))
     loss.backward()
-    return float(loss)
+    return loss.item()
 
 
 def in_forward(inputs: Inputs) -> float:
@@ -119,7 +119,7 @@ def in_forward(inputs: Inputs) -> float:
         hidden_PH = inputs.hidden_PH[rows].detach().requires_grad_()
         loss = clipped_loss(inputs, plain_logprobs(inputs, hidden_PH, inputs.sampled_P[rows]), rows)
         loss.backward()
-        total += float(loss)
+        total += loss.item()
         grads.append(hidden_PH.grad)
     inputs.hidden_PH.grad = torch.cat(grads)
     return total
@@ -133,7 +133,7 @@ def ours(inputs: Inputs) -> float:
     )
     loss = clipped_loss(inputs, found.scores_PK[:, 0] - found.normaliser_P)
     loss.backward()
-    return float(loss)
+    return loss.item()
 
 
 def kept(inputs: Inputs) -> float:
@@ -159,7 +159,7 @@ def kept(inputs: Inputs) -> float:
     )
     loss = terms.loss_T.sum() / len(inputs.sampler_P)
     loss.backward()
-    return float(loss)
+    return loss.item()
 
 
 def liger(inputs: Inputs) -> float:
@@ -185,7 +185,7 @@ def liger(inputs: Inputs) -> float:
         old_per_token_logps=inputs.sampler_P.view(shape),
     )
     loss.backward()
-    return float(loss)
+    return loss.item()
 
 
 def trl(inputs: Inputs) -> float:
@@ -199,7 +199,7 @@ def trl(inputs: Inputs) -> float:
     )  # fmt: skip
     loss = clipped_loss(inputs, logprobs_P)
     loss.backward()
-    return float(loss)
+    return loss.item()
 
 
 CONTESTANTS: dict[str, Callable[[Inputs], float]] = {
@@ -300,14 +300,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                     row[f"{name}_{unit}"] = found.get(name, {}).get(unit)
             rows.append(row)
             print(json.dumps(row), file=sys.stderr, flush=True)
+    return {"hidden": args.hidden, "rows": rows, "not_run": not_run, **ratios(rows)}
+
+
+def ratios(rows: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Dense over ours at the largest size that dense was run at; None where it was at none."""
     held = [row for row in rows if row["dense_mib"]]
-    largest = max(held, key=lambda row: row["tokens"] * row["vocab"], default=None)
+    if not held:
+        return {"peak_ratio": None, "time_ratio": None}
+    row = max(held, key=lambda row: row["tokens"] * row["vocab"])
     return {
-        "hidden": args.hidden,
-        "rows": rows,
-        "not_run": not_run,
-        "peak_ratio": largest and largest["dense_mib"] / largest["ours_mib"],
-        "time_ratio": largest and largest["dense_s"] / largest["ours_s"],
+        "peak_ratio": row["dense_mib"] / row["ours_mib"],
+        "time_ratio": row["dense_s"] / row["ours_s"],
     }
 
 

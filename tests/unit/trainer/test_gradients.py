@@ -17,6 +17,7 @@ from rlmix.trainer.policy import Policy
 from rlmix.trainer.step import run_micro_batches, step_denominator
 from tests.unit.trainer.conftest import ALGO
 from tests.unit.trainer.dense_model import DenseModel, dense_loss, dense_session
+from tests.unit.trainer.in_blocks import InBlocks
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +103,12 @@ def dense_gradients(dense, samples, algo):
 
 @pytest.mark.parametrize("average", ["tokens", "sequences"])
 @pytest.mark.parametrize("head", [False, True])
-def test_loss_and_every_gradient_equal_the_dense_ones(dense, chosen, head, average):
+@pytest.mark.parametrize("kind", [Policy, InBlocks])
+def test_loss_and_every_gradient_equal_the_dense_ones(dense, chosen, kind, head, average):
     algo = dataclasses.replace(ALGO, average=average)
     samples = [as_head(sample, dense) for sample in chosen] if head else chosen
     loss, expected, _ = dense_gradients(dense, samples, algo)
-    result, gradients = run(Policy(dense), samples, algo)
+    result, gradients = run(kind(dense), samples, algo)
     assert result.loss == pytest.approx(loss, rel=1e-12)
     assert_equal_gradients(gradients, expected, tolerance=1e-12)
     assert result.facts.weights_T.count_nonzero() not in (0, result.facts.weights_T.numel())
@@ -195,9 +197,10 @@ def test_the_transformers_model_computes_what_the_dense_one_does(
     assert_equal_gradients(gradients, expected, tolerance=2e-6)
 
 
-def test_bfloat16_gradients_point_where_the_float64_ones_do(dense, model_dir, chosen):
+@pytest.mark.parametrize("kind", [Policy, InBlocks])
+def test_bfloat16_gradients_point_where_the_float64_ones_do(dense, model_dir, chosen, kind):
     loss, exact, _ = dense_gradients(dense, chosen, ALGO)
-    result, rounded = run(Policy.load(model_dir), chosen, ALGO)
+    result, rounded = run(kind.load(model_dir), chosen, ALGO)
     assert result.loss == pytest.approx(loss, rel=0.02)
     for name, expected in exact.items():
         ours, theirs = rounded[name].double().flatten(), expected.flatten()

@@ -5,16 +5,15 @@ Loss and gradients against a dense float64 model are in `test_gradients.py`.
 
 import copy
 import dataclasses
-import functools
 
 import pytest
 import torch
 
-from rlmix.algos.chunked_head import head_scores
 from rlmix.batch.packing import pack_samples
 from rlmix.trainer.policy import Policy
 from rlmix.trainer.step import run_micro_batches, step_denominator
 from tests.unit.trainer.conftest import ALGO
+from tests.unit.trainer.in_blocks import InBlocks
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +71,10 @@ def test_a_loss_over_sequences_is_divided_by_their_number(samples):
     assert step_denominator(batches, over_sequences) == len(samples) == 12
 
 
-def test_blocks_of_the_head_give_the_loss_and_gradients_of_all_logits(policy, samples, monkeypatch):
+def test_blocks_of_the_head_give_the_loss_and_gradients_of_all_logits(policy, samples):
     whole, gradients = run(policy, samples, ALGO, max_tokens=100_000)
-    in_blocks = functools.partial(head_scores, whole_scores=0, token_chunk=16, vocab_chunk=100)
-    monkeypatch.setattr("rlmix.trainer.policy.head_scores", in_blocks)
-    split, split_gradients = run(policy, samples, ALGO, max_tokens=90)
+    in_blocks = InBlocks(policy.model)
+    split, split_gradients = run(in_blocks, samples, ALGO, max_tokens=90)
     assert split.loss == pytest.approx(whole.loss, rel=1e-6)  # Transformers' norms are float32
     for name, gradient in gradients.items():
         scale = float(gradient.abs().max())
