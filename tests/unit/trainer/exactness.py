@@ -98,7 +98,7 @@ def prompt(seed: int, length: int) -> tuple[int, ...]:
 
 def serve(scheduler: Scheduler, asks: list[Ask], *, at_once: int | None = None) -> list:
     """Finished requests; `at_once` are there at the start, a further one comes each step."""
-    requests = [_request(ask, number) for number, ask in enumerate(asks)]
+    requests = [request_of(ask, number) for number, ask in enumerate(asks)]
     waiting = list(requests)
     for _ in range(len(waiting) if at_once is None else at_once):
         scheduler.submit(waiting.pop(0))
@@ -109,7 +109,7 @@ def serve(scheduler: Scheduler, asks: list[Ask], *, at_once: int | None = None) 
     return requests
 
 
-def _request(ask: Ask, number: int):
+def request_of(ask: Ask, number: int):
     body = {
         "input_ids": list(ask.prompt),
         "sampling_params": {
