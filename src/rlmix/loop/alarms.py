@@ -18,7 +18,7 @@ from rlmix.algos.alarms import (
     check_alarms,
 )
 from rlmix.config.schema.alarms import AlarmsConfig
-from rlmix.pools.slot import OnEvent
+from rlmix.pools.callbacks import OnEvent
 
 MIN_LIMIT = 1e-9
 """Stands in for a limit of 0 where alarms are put in order by how far they are beyond theirs."""

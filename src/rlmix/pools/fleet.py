@@ -11,8 +11,9 @@ import logging
 from collections.abc import Callable
 
 from rlmix.core.errors import EngineError, LaunchError, WeightSyncError
+from rlmix.pools.callbacks import OnEvent, References, Spawn
 from rlmix.pools.probes import WeightLedger
-from rlmix.pools.slot import OnEvent, References, Slot, Spawn
+from rlmix.pools.slot import Slot
 from rlmix.pools.spec import FleetSpec, ReplicaStatus, SlotState
 from rlmix.router.client import RouterAdmin
 

@@ -54,6 +54,8 @@ class Replica:
         self._pusher: Pusher | None = None
         self._tensors: frozenset[str] = frozenset()
         """Names of the checkpoint that the engine started from, where weights are pushed."""
+        self._verified: tuple[Path, str] | None = None
+        """Folder that `pause_for` has verified for the load that follows, and its digest."""
         self._content = ""
         """Digest of the files of the version that was loaded last."""
 
@@ -177,18 +179,31 @@ class Replica:
                     return f"the external server is gone: {error}"
             await asyncio.sleep(WATCH_EXTERNAL_EVERY_S)
 
+    async def pause_for(self, folder: Path, pause_mode: str) -> None:
+        """The first half of `activate`, for who has something to do in the pause before the load.
+
+        Raises: as `activate`.
+        """
+        self._verified = (folder, (await asyncio.to_thread(verify_version, folder)).content)
+        await self._engine().pause(pause_mode, timeout_s=self._spec.update_timeout_s)
+
     async def activate(self, version: int, folder: Path, pause_mode: str) -> UpdateReport:
-        """Verify a version's files while serving, then load them in a pause.
+        """Verify a version's files while serving, then load them in a pause. After `pause_for` the
+        same files are not read again.
 
         Raises:
             WeightSyncError: the files are damaged or gone; the replica serves on as before.
             EngineError: the engine failed; its weights may be mixed and it stays paused. Kill it.
         """
         started_s = time.monotonic()
-        manifest = await asyncio.to_thread(verify_version, folder)
+        verified, self._verified = self._verified, None
+        if verified is not None and verified[0] == folder:
+            content = verified[1]
+        else:
+            content = (await asyncio.to_thread(verify_version, folder)).content
         verified_s = time.monotonic()
         await self._load(version, folder, pause_mode=pause_mode)
-        self._content = manifest.content
+        self._content = content
         return UpdateReport(
             version=version,
             pull_s=round(verified_s - started_s, 4),

@@ -8,18 +8,18 @@ Updates of one slot cannot overlap, because only its own task makes them.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rlmix.core.errors import EngineError, LaunchError, WeightSyncError
 from rlmix.launch.handle import Handle
 from rlmix.pools.admission import ProgressWatch, RestartBudget, check_canaries
+from rlmix.pools.callbacks import OnEvent, References, Spawn
 from rlmix.pools.probes import WeightLedger
 from rlmix.pools.spec import (
     AdmissionRefused,
-    CanaryOutput,
     FleetSpec,
     PlanMismatch,
     ReplicaInfo,
@@ -34,13 +34,6 @@ from rlmix.router.client import RouterAdmin
 from rlmix.weights.store import version_dir
 
 log = logging.getLogger(__name__)
-
-Spawn = Callable[[ReplicaSpec, int], Handle]
-"""(spec, incarnation) -> the actor that will own the replica."""
-
-References = Callable[[int, Sequence[CanaryOutput]], Awaitable[Sequence[Sequence[float]] | None]]
-"""(version, canary outputs) -> the trainer's logprobs of the output ids; None when the trainer
-does not hold this version any more."""
 
 CALL_MARGIN_S = 10.0
 """On top of a replica's own limits, for an actor that starts or is slow to answer."""
@@ -57,12 +50,6 @@ NOTICE_S = 0.3
 FIRST_START_ATTEMPTS = 2
 """A slot that never served is given up after this many starts: waiting longer for a broken
 command or a missing file only hides it."""
-
-
-class OnEvent(Protocol):
-    """Where events go: `(kind, reason, **facts)`, as `EventLog.append` takes them."""
-
-    def __call__(self, kind: str, reason: str, **fields: Any) -> None: ...
 
 
 class _Gone(Exception):
@@ -105,6 +92,7 @@ class Slot:
         self._target = 0
         self._refused_version = -1
         self._is_registered = False
+        self._cache_salt = ""
         self._hold_reason = ""
         self._released = asyncio.Event()
         self._wake = asyncio.Event()
@@ -118,7 +106,6 @@ class Slot:
         self.version: int | None = None
         self.loading: int | None = None
         """Version whose files are being read now; they must stay until that has ended."""
-        """Of the weights that the replica holds."""
         self.routed_version: int | None = None
         """What the router was told last; None while it must not send anything here."""
         self.info: ReplicaInfo | None = None
@@ -231,6 +218,7 @@ class Slot:
             # Updating is short, and requests wait for its end in the engine: to take all
             # replicas out of rotation for it would only make a herd afterwards.
             "state": "ready",
+            "cache_salt": self._cache_salt,
             # A server that is not the run's own has a key of its own, which the router finds there.
             **({"token_env": self.spec.token_env} if self.spec.url and self.spec.token_env else {}),
         }
@@ -253,6 +241,7 @@ class Slot:
             self.incarnation += 1
             version = self._target
             self.version, self.info, self.load = None, None, None
+            self._cache_salt = ""
             self._enter(SlotState.STARTING, f"booting version {version}")
             started_s = time.monotonic()
             self._handle = self._spawn(self.spec, self.incarnation)
@@ -394,6 +383,8 @@ class Slot:
         version = self._target
         try:
             with self._reading(version):
+                if self._fleet.pause_mode == "in_place" and self._is_registered:
+                    await self._change_salt(version)
                 report: UpdateReport = await self._call(
                     "activate",
                     version,
@@ -411,6 +402,15 @@ class Slot:
         self.version = report.version
         await self._prove()
         return report
+
+    async def _change_salt(self, version: int) -> None:
+        """Requests that keep their KV make a flush impossible, so no later one may find a prefix
+        of the old weights. The engine is paused first: nothing sampled by the old weights is
+        cached under the new salt."""
+        folder, limit_s = self._folder(version), self.spec.update_timeout_s * 2
+        await self._call("pause_for", folder, self._fleet.pause_mode, limit_s=limit_s)
+        self._cache_salt = salt = f"v{version}"
+        await self._tell_router(self._router.put_replica(self.spec.name, cache_salt=salt))
 
     @contextmanager
     def _reading(self, version: int) -> Iterator[None]:

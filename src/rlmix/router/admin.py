@@ -115,7 +115,7 @@ TYPES: dict[str, tuple[type, ...]] = {
     "pool": (str,), "url": (str,), "numerics_key": (str,), "speed": (int, float),
     "max_running": (int,), "version": (int,), "state": (str,), "view": (str,),
     "max_total_tokens": (int,), "max_context_tokens": (int,), "state_slots": (int,),
-    "token_env": (str,),
+    "token_env": (str,), "cache_salt": (str,),
 }  # fmt: skip
 AT_LEAST_ONE = ("max_running", "max_total_tokens", "max_context_tokens", "state_slots")
 
@@ -169,6 +169,7 @@ def describe(upstream: Upstream) -> dict[str, Any]:
         "health": upstream.health.value,
         "reason": upstream.health_record.reason,
         "version": upstream.version,
+        "cache_salt": upstream.record.cache_salt,
         "prior": upstream.record.speed,
         "speed": round(upstream.speed, 6),
         "step": {

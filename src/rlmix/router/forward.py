@@ -13,7 +13,7 @@ from typing import Protocol
 import aiohttp
 
 from rlmix.router import headers as names
-from rlmix.router.scan import RequestFacts
+from rlmix.router.scan import RequestFacts, with_salt
 from rlmix.router.upstream import Upstream
 
 JSON_TYPE = "application/json"
@@ -119,6 +119,7 @@ class Forwarder:
             BrokenStream: it was lost in the middle of a streamed answer.
             ClientGone: nobody is there any more to pass a streamed answer on to.
         """
+        body = with_salt(call.body, upstream.record.cache_salt)
         for is_last in (False, True):
             timeout = aiohttp.ClientTimeout(
                 total=max(call.left_s, 0.001), sock_connect=CONNECT_TIMEOUT_S
@@ -126,7 +127,7 @@ class Forwarder:
             try:
                 async with self.http.post(
                     upstream.url + call.path,
-                    data=call.body,
+                    data=body,
                     headers=self._headers(upstream, session_id, call),
                     timeout=timeout,
                 ) as response:

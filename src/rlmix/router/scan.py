@@ -7,9 +7,12 @@ Whatever is not found is None: the body is the engine's to judge.
 import re
 from dataclasses import dataclass
 
+import orjson
+
 _IDS = b'"input_ids"'
 _TEXT = b'"text"'
 _NEW_TOKENS = re.compile(rb'"max_new_tokens"\s*:\s*(\d{1,12})')
+_SALT = b'"cache_salt"'
 _STREAM = re.compile(rb'"stream"\s*:\s*true')
 _COMPLETION = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,12})')
 _CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,12})')
@@ -50,6 +53,26 @@ def _facts(head: bytes, tail: bytes, tokens: int) -> RequestFacts:
         max_new_tokens=int(found[1]) if found else None,
         is_stream=is_stream,
     )
+
+
+def with_salt(body: bytes, salt: str) -> bytes:
+    """The body of a `/generate` with a salt in it, put in front without parsing; a client's own is
+    kept as part of it. A body that is no object is the engine's to refuse."""
+    if not salt:
+        return body
+    if _SALT in body:
+        try:
+            document = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            return body
+        if isinstance(document, dict):
+            own = document.get("cache_salt")
+            document["cache_salt"] = f"{salt}/{own}" if own else salt
+            return orjson.dumps(document)
+    head, brace, rest = body.partition(b"{")
+    if head.strip() or not brace or not rest.lstrip().startswith(b'"'):
+        return body
+    return b"{" + _SALT + b":" + orjson.dumps(salt) + b"," + rest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -272,7 +272,7 @@ def _record_fields(record: Any) -> dict[str, Any]:
         "state": record.state.value, "view": record.view,
         "max_total_tokens": record.max_total_tokens,
         "max_context_tokens": record.max_context_tokens, "state_slots": record.state_slots,
-        "token_env": record.token_env or None,
+        "token_env": record.token_env or None, "cache_salt": record.cache_salt or None,
     }  # fmt: skip
     return {key: value for key, value in fields.items() if value is not None}
 

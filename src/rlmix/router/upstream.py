@@ -37,6 +37,9 @@ class ReplicaRecord:
     """Requests whose recurrent state fits."""
     prior: StepModel | None = None
     """Roofline of its accelerator, in seconds; it stands in for `speed`."""
+    cache_salt: str = ""
+    """Goes into every request that is sent there, so that no prefix cached under another salt is
+    found: a replica that cannot flush its cache when its weights change gets a new one then."""
     token_env: str = ""
     """Variable of the router's environment with the key of a server that is not the run's own;
     the run's token is never sent there. Empty: the run's token is."""

@@ -321,3 +321,37 @@ def test_repeated_names_are_refused(stage):
             stage.make_fleet(spec, spec)
 
     run(stage, scenario)
+
+
+@pytest.mark.parametrize(("pause_mode", "salts"), [("in_place", ("", "v1")), ("retract", ("", ""))])
+def test_an_update_that_cannot_flush_the_cache_changes_its_salt_before_the_load(
+    stage, pause_mode, salts
+):
+    """The weights are swapped only once later requests cannot find what the old ones cached."""
+    told = []
+
+    async def scenario():
+        async with stage:
+            fleet = stage.make_fleet(stage.spec("h100-0"), pause_mode=pause_mode)
+            await fleet.start(0)
+            told.append((await stage.routed("h100-0"))["cache_salt"])
+            replica = stage.replicas["h100-0"]
+            load = replica.activate
+
+            async def seen(version, folder, mode):
+                told.append((await stage.routed("h100-0"))["cache_salt"])
+                told.append((await replica.loads()).is_paused)
+                return await load(version, folder, mode)
+
+            replica.activate = seen
+            stage.publish(1)
+            await fleet.roll_out(1)
+            await stage.until(lambda: is_routed_with(1))
+            assert (await stage.routed("h100-0"))["cache_salt"] == salts[1]
+            assert (await stage.generate("s"))[0] == 200
+
+    async def is_routed_with(version):
+        return (await stage.routed("h100-0"))["version"] == version
+
+    asyncio.run(scenario())
+    assert told == [salts[0], salts[1], pause_mode == "in_place"]

@@ -5,7 +5,7 @@ import pytest
 
 from rlmix.engine.protocol import GenerateRequest, SamplingParams, request_body
 from rlmix.router.probe import read_loads, read_server_info
-from rlmix.router.scan import scan_answer, scan_request
+from rlmix.router.scan import scan_answer, scan_request, with_salt
 from rlmix.router.static import parse_replicas
 
 
@@ -89,3 +89,22 @@ def test_the_command_lines_replicas():
 def test_wrong_replicas_are_refused_with_what_is_allowed(replicas, speeds, rooflines, message):
     with pytest.raises(ValueError, match=message):
         parse_replicas(replicas, speeds, rooflines)
+
+
+@pytest.mark.parametrize(
+    ("body", "salted"),
+    [
+        (b'{"input_ids":[1]}', {"cache_salt": "v2", "input_ids": [1]}),
+        (b' {\n "a": {"b": 1}}', {"cache_salt": "v2", "a": {"b": 1}}),
+        (b'{"cache_salt":"mine","a":1}', {"cache_salt": "v2/mine", "a": 1}),
+        (b'{"cache_salt":null}', {"cache_salt": "v2"}),
+    ],
+)
+def test_a_salt_is_put_into_a_body_beside_the_client_s_own(body, salted):
+    assert orjson.loads(with_salt(body, "v2")) == salted
+    assert with_salt(body, "") is body
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"[1]", b'["{", "a"]', b'"cache_salt"'])
+def test_a_body_that_can_hold_no_salt_is_left_to_the_engine(body):
+    assert with_salt(body, "v2") == body
