@@ -65,7 +65,7 @@ def prepare(
         document={
             "total": done.num_rows,
             "ok": len(done.done),
-            "excluded": [{"id": e.task_id, "reason": e.reason} for e in done.excluded],
+            "excluded": [_entry(one.task_id, one.reason) for one in done.excluded],
             "out": str(out),
         },
         view=lambda: _prepared_view(done, source, out),
@@ -105,7 +105,7 @@ def check(
             "weak": sum(result.is_ok and result.is_weak for result in results),
             "excluded": [
                 *listed,
-                *({"id": result.task_id, "reason": result.reason} for result in excluded),
+                *(_entry(result.task_id, result.reason) for result in excluded),
             ],
             "runs": sum(result.num_runs for result in results),
         },
@@ -187,7 +187,14 @@ def _earlier(path: Path) -> list[dict[str, str]]:
     file = path / "excluded.jsonl"
     lines = file.read_text().splitlines() if file.is_file() else []
     rows = [json.loads(line) for line in lines if line]
-    return [{"id": row["task_id"], "reason": row["reason"]} for row in rows]
+    return [_entry(row["task_id"], row["reason"]) for row in rows]
+
+
+def _entry(task_id: str, reason: str) -> dict[str, str]:
+    """Names of files in it may hold bytes that are no UTF-8, which no document can."""
+    from rlmix.observe.jsonl import valid_text
+
+    return {"id": valid_text(task_id), "reason": valid_text(reason)}
 
 
 def _write_exclusions(path: Path, results: "list[GateResult]") -> None:
@@ -224,8 +231,9 @@ class _progress:
         self._bar.stop()
 
 
-def _table(title: str, rows: list[tuple[str, str]], total: int) -> "RenderableType":
+def _table(title: str, rows: list[tuple[str, ...]], total: int) -> "RenderableType":
     from rich.console import Group
+    from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
 
@@ -233,8 +241,8 @@ def _table(title: str, rows: list[tuple[str, str]], total: int) -> "RenderableTy
     if not rows:
         return head
     table = Table("task", "why it is not used")
-    for task_id, reason in rows[:MAX_SHOWN]:
-        table.add_row(task_id, reason)
+    for row in rows[:MAX_SHOWN]:
+        table.add_row(*map(escape, row))
     if total > MAX_SHOWN:
         table.add_row("...", f"{total - MAX_SHOWN} more, see --json")
     return Group(head, table)
@@ -245,7 +253,7 @@ def _prepared_view(done: "PreparedSet", source: str, out: Path) -> "RenderableTy
         f"{source}: {len(done.done)} of {done.num_rows} tasks prepared in {out}. Next: "
         f"rlmix tasks check {source} --path {out}"
     )
-    rows = [(one.task_id, one.reason) for one in done.excluded]
+    rows = [tuple(_entry(one.task_id, one.reason).values()) for one in done.excluded]
     return _table(title, rows, len(rows))
 
 
@@ -255,6 +263,7 @@ def _checked_view(
     good = [result for result in results if result.is_ok]
     weak = sum(result.is_weak for result in good)
     title = f"{source}: {len(good)} of {len(results)} tasks pass their gates ({weak} weakly)"
-    rows = [(one["id"], one["reason"]) for one in listed]
-    rows += [(result.task_id, result.reason) for result in results if not result.is_ok]
+    rows: list[tuple[str, ...]] = [(one["id"], one["reason"]) for one in listed]
+    bad = [result for result in results if not result.is_ok]
+    rows += [tuple(_entry(result.task_id, result.reason).values()) for result in bad]
     return _table(title, rows, len(rows))

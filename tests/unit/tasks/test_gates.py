@@ -1,6 +1,9 @@
 """The gates of a task, and a prepared set from rows and images to a checked source."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,15 @@ from rlmix.tasks.gates import GateResult, check_task
 from rlmix.tasks.prepare.set import copy_hard_ids, folder_name, prepare_set, slug
 from rlmix.tasks.prepared import PreparedSource, is_held_out
 from tests.unit.tasks.conftest import Court
-from tests.unit.tasks.prepare.images import BUGGY, FIX, HIDDEN_PATCH, leaking_image, sh, write
+from tests.unit.tasks.prepare.images import (
+    BUGGY,
+    FIX,
+    FIXED,
+    HIDDEN_PATCH,
+    leaking_image,
+    sh,
+    write,
+)
 
 UNIT_TEST = (
     "import unittest\nfrom pack.sums import total\n\n\nclass TestTotal(unittest.TestCase):\n"
@@ -201,6 +212,20 @@ def test_ids_that_differ_in_odd_letters_only_have_folders_of_their_own(tmp_path:
     assert folder_name("a__b") == "a__b"
     assert len({folder_name(name) for name in ("a/b", "a__b", "a:b", ".a__b", "x" * 300)}) == 5
     assert len(folder_name("x" * 300)) < 240
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_reason_with_an_odd_file_name_is_told_all_the_same(tmp_path: Path, as_json: bool) -> None:
+    data, images, out = make_set(tmp_path)
+    write(images / slug("hub/pack:1"), {os.fsdecode(b"srv/caf\xe9 [red].py"): FIXED})
+    args = ["prepare", "swe_rebench", "--path", data, "--images", images, "--out", out]
+    program = "from rlmix.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "tasks", *args, *(["--json"] if as_json else [])],
+        capture_output=True, text=True, env={**os.environ, "COLUMNS": "300"},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "/srv/caf? [red].py holds a line of the fix" in done.stdout
 
 
 def test_a_list_of_hard_tasks_goes_along(tmp_path: Path) -> None:
