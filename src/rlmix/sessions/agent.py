@@ -13,7 +13,13 @@ from dataclasses import replace
 from rlmix.core.errors import DataError, EngineError, SandboxError
 from rlmix.core.task import PublicTask
 from rlmix.core.trajectory import Outcome, StopReason, Trajectory, Turn
-from rlmix.engine.protocol import EngineRefused, GenerateRequest, Generation, SamplingParams
+from rlmix.engine.protocol import (
+    EngineRefused,
+    GenerateRequest,
+    Generation,
+    GenerationAborted,
+    SamplingParams,
+)
 from rlmix.sandbox.protocol import (
     EXIT_NOT_RUN,
     CommandResult,
@@ -29,6 +35,9 @@ MAX_FORMAT_ERRORS = 3
 MIN_TURN_TOKENS = 2
 """The shortest turn that can mean anything: one token and the end token."""
 CREATE_ATTEMPTS = 2
+TURN_ATTEMPTS = 3
+"""An engine may end a running turn to change its weights (`weights.pause=abort`); nothing of it is
+kept, so the turn is asked for again. One that ends every try is lost."""
 RELEASE_TIMEOUT_S = 5.0
 
 
@@ -206,6 +215,11 @@ class _Session:
         waiting_since_s = time.monotonic()
         try:
             async with asyncio.timeout(max(0.0, self.deadline_s - waiting_since_s)):
+                for _ in range(TURN_ATTEMPTS - 1):
+                    try:
+                        return await self.engine.generate(request)
+                    except GenerationAborted:
+                        continue
                 return await self.engine.generate(request)
         except TimeoutError:
             raise self._out_of_time(time.monotonic() - waiting_since_s) from None

@@ -205,10 +205,14 @@ def _encode(
     state_bf16: Mapping[str, "Tensor"], spec: "ViewSpec"
 ) -> tuple[dict[str, "Tensor"], dict[str, Any] | None]:
     """(tensors to write, quantization_config for config.json)."""
+    from rlmix.numerics.views import encode_view, split_experts
+
     if spec.view == "bf16":
-        return dict(state_bf16), None
+        # One matrix per expert, as engines read checkpoints: SGLang 0.5.23 skips fused names
+        # without a word and computes NaN. Parts of one tensor are copied, for they share memory.
+        parts = split_experts(state_bf16)
+        return {n: t if n in state_bf16 else t.clone() for n, t in parts}, None
     from rlmix.numerics.view_config import quantization_config
-    from rlmix.numerics.views import encode_view
 
     return encode_view(state_bf16, spec), quantization_config(spec)
 

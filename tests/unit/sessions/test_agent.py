@@ -279,12 +279,21 @@ def test_waiting_for_the_engine_until_the_time_is_up_is_void(lab: Lab) -> None:
     assert "of the session's 0.5 s" in done.void_reason
 
 
-@pytest.mark.parametrize("fault", ["cut", "abort", "error", "wrong_mask"])
-def test_a_fault_of_the_engine_is_void_with_its_reason(lab: Lab, fault: str) -> None:
-    done = lab.run(said("true"), faults=(fault,))
+@pytest.mark.parametrize("faults", [("cut",), ("abort",) * 3, ("error",), ("wrong_mask",)])
+def test_a_fault_of_the_engine_is_void_with_its_reason(lab: Lab, faults: tuple[str, ...]) -> None:
+    done = lab.run(said("true"), faults=faults)
     assert end_of(done) == (StopReason.ENGINE_LOST, Outcome.VOID, 0.0)
     assert done.void_reason.startswith("engine: ")
     assert done.turns == ()
+
+
+def test_a_turn_that_the_engine_ended_early_is_asked_for_again(lab: Lab) -> None:
+    """As by an update with weights.pause=abort."""
+    done = lab.run(said("submit"), faults=("abort", "abort"))
+    assert done.stop_reason is StopReason.SUBMITTED
+    assert len(done.turns) == 1
+    assert len({request.input_ids for request in lab.requests}) == 1
+    assert len(lab.requests) == 3
 
 
 def test_a_request_that_the_engine_calls_wrong_is_our_fault_and_raised(lab: Lab) -> None:

@@ -148,3 +148,17 @@ def test_weights_above_the_file_size_lie_in_several_files_that_the_index_names(
     assert index["metadata"]["total_size"] == sum(2 * tensor.numel() for tensor in state().values())
     for name, tensor in state().items():
         assert torch.equal(load_file(folder / index["weight_map"][name])[name], tensor)
+
+
+def test_fused_experts_are_published_one_matrix_each_in_bf16_as_well(tmp_path, model_files):
+    """Engines skip fused names without a word and compute NaN."""
+    one = state()
+    prefix = "model.layers.0.mlp.experts."
+    gate, up, down = (one.pop(f"{prefix}0.{part}_proj.weight") for part in ("gate", "up", "down"))
+    one[f"{prefix}gate_up_proj"] = torch.cat([gate, up])[None]
+    one[f"{prefix}down_proj"] = down[None]
+    store = tmp_path / "store"
+    report = publish_version(one, version=1, store=store, views=["bf16"], model_files=model_files)
+    written = load_file(Path(report.views[0].path) / "model.safetensors")
+    assert written.keys() == state().keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in state().items())
