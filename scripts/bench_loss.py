@@ -39,7 +39,8 @@ SLOTS = 16
 """Kept ids of each token."""
 TOKENS, VOCABS = (4096, 16384, 65536), (151_936, 248_320)
 QUICK_TOKENS, QUICK_VOCABS = (2048,), (151_936,)
-HEAD_SPREAD = 0.3
+SCORE_SPREAD = 3.0
+"""Standard deviation of a token's scores, nats, whatever the hidden size."""
 TEMPERATURE, LOW, HIGH = 0.8, 0.8, 1.2
 IN_FORWARD_TOKENS = 256
 DENSE_COPIES = 3.2
@@ -59,8 +60,9 @@ class Inputs:
 
         torch.set_num_threads(1)
         make = torch.Generator().manual_seed(tokens + vocab)
+        spread = SCORE_SPREAD * TEMPERATURE / math.sqrt(hidden)
         self.hidden_PH = torch.randn(tokens, hidden, generator=make).requires_grad_()
-        self.head_VH = torch.randn(vocab, hidden, generator=make).mul_(HEAD_SPREAD).requires_grad_()
+        self.head_VH = torch.randn(vocab, hidden, generator=make).mul_(spread).requires_grad_()
         self.sampled_P = torch.randint(0, vocab, (tokens,), generator=make)
         self.noise_P = 0.2 * torch.randn(tokens, generator=make)
         self.kept_PK = torch.randint(0, vocab, (tokens, SLOTS), generator=make)
@@ -70,7 +72,7 @@ class Inputs:
             # A sampler whose logprobs are near: scores of normal numbers of this spread have this
             # normaliser on average. (Computing it would leave a mark on the peak.)
             scores_P = (self.hidden_PH * self.head_VH[self.sampled_P]).sum(1) / TEMPERATURE
-            variance_P = (HEAD_SPREAD / TEMPERATURE) ** 2 * self.hidden_PH.square().sum(1)
+            variance_P = (spread / TEMPERATURE) ** 2 * self.hidden_PH.square().sum(1)
             self.sampler_P = scores_P - math.log(vocab) - variance_P / 2 + self.noise_P
 
     @property
