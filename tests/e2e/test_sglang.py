@@ -57,7 +57,7 @@ def ask(url, *, key=None, body=None):
     if key is not None:
         request.add_header("Authorization", f"Bearer {key}")
     try:
-        with urllib.request.urlopen(request, timeout=20) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -167,7 +167,7 @@ def test_a_killed_server_comes_back_catches_up_and_nothing_is_lost(start_run):
     first = server(run)["pid"]
     group = [process.pid for process in psutil.Process(first).children(recursive=True)]
     os.killpg(first, signal.SIGKILL)
-    run.wait_until(lambda: events("replica_dead") != [], "the death to be noticed")
+    run.wait_until(lambda: events("replica_dead") != [], "the death to be noticed", LIMIT_S)
     run.wait_until(lambda: len(events("replica_ready")) == 2, "a replacement", LIMIT_S)
     again = events("replica_ready")[1]
     booted = events("replica_starting")[1]
@@ -203,7 +203,7 @@ def test_a_wrong_flag_is_refused_with_the_words_of_sglang_s_parser(start_run):
     run = start(
         start_run, "flag", "+pools.sglang.engine_args.bucket-e2e-request-latency=[abc]"
     )  # fmt: skip
-    code, _ = run.finish()
+    code, _ = run.finish(LIMIT_S)
     assert code == 2
     assert "pools.sglang.engine_args: SGLang 0.5.23 refuses its arguments:" in run.stderr()
     assert "bucket-e2e-request-latency: invalid float value: 'abc'" in run.stderr()

@@ -7,9 +7,10 @@ import time
 
 import pytest
 
+from rlmix.core.errors import ConfigError
 from rlmix.engine.http import JsonServer, RequestError, reply_json
 from rlmix.engine.scripted import ScriptedEngine, certain_reply
-from rlmix.router.__main__ import main
+from rlmix.router.__main__ import main, make_spec, parse_arguments
 
 
 async def until(condition, timeout_s=60.0):
@@ -188,9 +189,14 @@ def test_a_native_answer_is_kept_alive_with_blanks_when_asked(stage):
         ("--model bundled:none", "bundled models: bundled:tiny"),
     ],
 )
-def test_bad_arguments_are_one_sentence_and_exit_2(arguments, says, capsys):
-    assert main(arguments.split()) == 2
+def test_bad_arguments_are_refused_in_one_sentence_before_anything_starts(arguments, says):
+    with pytest.raises(ConfigError) as refused:
+        make_spec(parse_arguments(arguments.split()))
+    assert says in str(refused.value)
+    assert str(refused.value).count("\n") == 0
+
+
+def test_a_refusal_is_exit_2_and_nothing_but_the_sentence(capsys):
+    assert main(["--replica", "x"]) == 2
     said = capsys.readouterr().err
-    assert says in said
-    assert said.count("\n") == 1
-    assert said.startswith("router")
+    assert said == "router: --replica x: give NAME=URL, e.g. h100-0=http://127.0.0.1:30000\n"
