@@ -57,6 +57,8 @@ def probe_requests(
             sampling=SamplingParams(seed=number, ignore_eos=True, **sampling),  # type: ignore[arg-type]
             record=record,
             head_k=PROBE_HEAD,
+            # A prefix that older weights left behind (pause mode in_place) would be probed too.
+            cache_salt=f"probe-{number}",
         )
 
     return (

@@ -14,6 +14,7 @@ from rlmix.pools.probes import (
     WeightLedger,
     check_identity,
     check_sampling,
+    probe_requests,
     temperature_slope,
 )
 from rlmix.pools.spec import AdmissionRefused, CanaryOutput, WeightProof
@@ -139,3 +140,13 @@ def test_equal_files_are_equal_weights_in_a_pool_and_other_files_other_weights()
     ledger.note(proof(2, "f2", "e2"), pool="a", name="a-1")
     # An engine without a checksum is not judged by one.
     ledger.note(proof(4, "f4", ""), pool="a", name="a-0")
+
+
+def test_probes_find_no_prefix_that_an_earlier_probe_left():
+    salts = [
+        {request.cache_salt for request in probe_requests((1, 2), name="r", number=number)}
+        for number in (1, 2)
+    ]
+    assert [len(one) for one in salts] == [1, 1]
+    assert salts[0].isdisjoint(salts[1])
+    assert None not in salts[0] | salts[1]
