@@ -2,14 +2,8 @@
 
 import os
 
-from rlmix.tasks.inside.processes import (
-    guard_this_process,
-    packed,
-    read_report,
-    run_command,
-    speaker,
-)
-from rlmix.tasks.inside.submission import apply_submission, own_python
+from rlmix.tasks.inside.processes import packed, read_report, run_command
+from rlmix.tasks.inside.submission import begin
 from rlmix.tasks.inside.tree import write_file
 
 PYTEST_PLUGIN = """
@@ -73,15 +67,9 @@ def runner_settings(runner, folder, nonce, has_canary):
 
 def main(data, report_fd):
     nonce = data["nonce"]
-    say = speaker(report_fd, nonce)
-    guard_this_process()
-    say("begin")
-    if not apply_submission(data, say):
+    say, folder, env = begin(data, report_fd)
+    if folder is None:
         return
-    folder = os.path.join(data["home"], nonce)
-    os.mkdir(folder, 0o700)
-    env = {**os.environ, "HOME": data["home"], "TMPDIR": data["home"], **data["env"]}
-    env["PATH"] += ":" + own_python(folder)
     env.update(runner_settings(data["runner"], folder, nonce, data["has_canary"]))
     if data["has_canary"]:
         say("canary", nonce)

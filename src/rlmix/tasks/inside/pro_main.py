@@ -6,30 +6,17 @@ that the tests left behind was ended, on copies of the output that they cannot r
 
 import os
 
-from rlmix.tasks.inside.processes import (
-    guard_this_process,
-    packed,
-    read_report,
-    run_command,
-    speaker,
-)
-from rlmix.tasks.inside.submission import apply_submission, own_python
+from rlmix.tasks.inside.processes import packed, read_report, run_command
+from rlmix.tasks.inside.submission import begin
 from rlmix.tasks.inside.tree import write_file
 
 PARSER_S = 60.0
 
 
 def main(data, report_fd):
-    nonce = data["nonce"]
-    say = speaker(report_fd, nonce)
-    guard_this_process()
-    say("begin")
-    if not apply_submission(data, say):
+    say, folder, env = begin(data, report_fd)
+    if folder is None:
         return
-    folder = os.path.join(data["home"], nonce)
-    os.mkdir(folder, 0o700)
-    env = {**os.environ, "HOME": data["home"], "TMPDIR": data["home"], **data["env"]}
-    env["PATH"] += ":" + own_python(folder)
     script = os.path.join(folder, "run_script.sh")
     write_file(folder, "run_script.sh", data["scripts"]["run_script.sh"].encode(), 0o755)
     argv = ["/bin/bash", script, *([data["command"]] if data["command"] else [])]

@@ -9,8 +9,8 @@ _OWN_IMPORT = re.compile(r"^from rlmix\.\S+ import (?:\([^)]*\)|.*)$", re.MULTIL
 SHARED = ("tree.py", "protected.py", "restore.py")
 PARTS = {
     "unittest": SHARED,
-    "command": (*SHARED, "submission.py", "processes.py"),
-    "pro": (*SHARED, "submission.py", "processes.py"),
+    "command": (*SHARED, "processes.py", "submission.py"),
+    "pro": (*SHARED, "processes.py", "submission.py"),
 }
 """Files whose definitions stand in front of a program's own."""
 

@@ -3,6 +3,7 @@
 import os
 import sys
 
+from rlmix.tasks.inside.processes import guard_this_process, speaker
 from rlmix.tasks.inside.protected import is_foreign
 from rlmix.tasks.inside.restore import git_apply, paths_of, put_back, restore_protected
 from rlmix.tasks.inside.tree import files_below, write_file
@@ -44,3 +45,18 @@ def apply_submission(data, say):
         write_file(repo, path, text.encode(), 0o644)
     say("applied")
     return True
+
+
+def begin(data, report_fd):
+    """(function that reports, private folder, environment of the tests); folder and environment are
+    None when the diff cannot be judged by running anything."""
+    say = speaker(report_fd, data["nonce"])
+    guard_this_process()
+    say("begin")
+    if not apply_submission(data, say):
+        return say, None, None
+    folder = os.path.join(data["home"], data["nonce"])
+    os.mkdir(folder, 0o700)
+    env = {**os.environ, "HOME": data["home"], "TMPDIR": data["home"], **data["env"]}
+    env["PATH"] += ":" + own_python(folder)
+    return say, folder, env
