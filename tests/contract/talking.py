@@ -156,7 +156,8 @@ async def reset(engine):
         return load["num_running_reqs"] == load["num_waiting_reqs"] == 0
 
     await wait_until(is_idle, "the engine to be idle")
-    if await version_of(engine) != "0" or engine.kind == "embedded":
+    # After an update that was refused its flush a real server tells the old version of new weights.
+    if await version_of(engine) != "0" or engine.kind != "scripted":
         status, document = await load_version(engine, 0)
         assert status == 200, document
 
