@@ -5,9 +5,7 @@ writes reach the system before they return, and nothing waits for the disk. Sess
 nothing was written for long are removed as a whole, so the file is bounded by what was used lately.
 """
 
-import os
 import sqlite3
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,18 +29,16 @@ class SessionStore:
     """One process's rows; use it from one thread."""
 
     def __init__(self, path: Path | None) -> None:
-        """`path` is made when it is new; None keeps the rows in a file that ends with the process.
+        """`path` is made when it is new; None keeps the rows in a file without a name, which ends
+        with the process however that ends.
 
         Raises:
             ConfigError: the file cannot be made or is no store.
         """
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        if path is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="rlmix-router-")
-            path = Path(self._folder.name) / "sessions.sqlite"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path, isolation_level=None)
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect("" if path is None else path, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=OFF")
             self._db.executescript(_TABLES)
@@ -51,17 +47,17 @@ class SessionStore:
                 f"router: --state-dir: {path}: {error}; give a folder that can be written to, or "
                 "remove the file"
             ) from None
-        self.path = path
         self._wall_less_monotonic_s = time.time() - time.monotonic()
 
     def close(self) -> None:
         self._db.close()
-        if self._folder is not None:
-            self._folder.cleanup()
 
     @property
     def num_bytes(self) -> int:
-        return os.path.getsize(self.path)
+        ((pages,), (size,)) = (
+            self._db.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size")
+        )
+        return int(pages) * int(size)
 
     def _now_s(self) -> float:
         """Wall time of the start and what has passed since: a clock that is set meanwhile must not

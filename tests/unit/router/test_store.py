@@ -1,6 +1,10 @@
 """What leaves memory is found again, and what is forgotten is gone."""
 
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -144,3 +148,16 @@ def test_a_clock_that_is_set_forward_makes_nothing_old(tmp_path, monkeypatch):
     store.expire(older_than_s=3_600.0)
     assert list(store.turns("s")) == [b"x"]
     store.close()
+
+
+def test_a_killed_process_without_a_folder_of_its_own_leaves_no_file(tmp_path: Path) -> None:
+    code = (
+        "import os; from rlmix.router.store import SessionStore; "
+        "from rlmix.router.sessions import SessionRow; store = SessionStore(None); "
+        "[store.write(SessionRow(session_id=f's{i}', home='a', view='', moves=0)) "
+        "for i in range(20_000)]; assert store.num_bytes > 100_000; os.kill(os.getpid(), 9)"
+    )
+    env = {**os.environ, "TMPDIR": str(tmp_path), "SQLITE_TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, timeout=60)
+    assert done.returncode == -9
+    assert list(tmp_path.iterdir()) == []
