@@ -1,6 +1,8 @@
 """pass@k from n attempts a task, its interval over tasks, and the comparison of two checkpoints.
 
 Invariant: tasks are what is resampled, never attempts: attempts of one task are not independent.
+No interval is a point: where resampling shows no spread (every task passed, every task failed, two
+checkpoints never differ) a closed formula with a width takes its place, and `method` says so.
 """
 
 import math
@@ -8,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from rlmix.evals.statistics import adjusted_wald, wilson
 
 RESAMPLES = 10_000
 
@@ -20,6 +24,9 @@ class Estimate:
     low: float
     high: float
     num_tasks: int
+    method: str = "bootstrap"
+    """`bootstrap`: percentiles over resampled tasks. `wilson`: Wilson's score with tasks as trials,
+    where every task's value is 0 or 1, or all are equal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,12 +36,21 @@ class Comparison:
     difference: float
     low: float
     high: float
+    """Adjusted Wald: one task more that only the second solves, and one that only the first does,
+    so that the interval has a width where the two never differ."""
+    bootstrap_low: float
+    bootstrap_high: float
+    """Percentiles over resampled pairs of tasks; a point where all differences are equal."""
     num_tasks: int
     num_gained: int
     """Tasks that only the second one solves (any of its attempts)."""
     num_lost: int
     p_value: float
     """Exact McNemar test of gained against lost, two-sided."""
+
+    @property
+    def is_above_zero(self) -> bool:
+        return self.low > 0.0
 
 
 def pass_at_k(num_attempts: int, num_passed: int, k: int) -> float:
@@ -81,6 +97,28 @@ def task_bootstrap(
     )
 
 
+def task_interval(
+    values: Sequence[float], *, seed: int = 0, confidence: float = 0.95, resamples: int = RESAMPLES
+) -> Estimate:
+    """Mean over tasks with the interval that suits the values.
+
+    Wilson's score interval where every value is 0 or 1 (pass@k with n = k, or tasks that pass
+    always or never) and where all values are equal; else `task_bootstrap`. Wilson's is conservative
+    for other values between 0 and 1, whose variance is below that of coins with the same mean.
+
+    Args:
+        values: one per task, 0 to 1.
+
+    Raises:
+        ValueError: no task.
+    """
+    if not values or (len(set(values)) > 1 and any(value not in (0, 1) for value in values)):
+        return task_bootstrap(values, seed=seed, confidence=confidence, resamples=resamples)
+    mean = sum(values) / len(values)
+    low, high = wilson(mean, len(values), confidence=confidence)
+    return Estimate(value=mean, low=low, high=high, num_tasks=len(values), method="wilson")
+
+
 def _resampled(sample: np.ndarray, *, seed: int, resamples: int) -> np.ndarray:
     generator = np.random.default_rng(seed)
     means = np.empty(resamples)
@@ -112,13 +150,16 @@ def compare(
         raise ValueError(f"{len(first)} tasks against {len(second)}; pair the same tasks")
     differences = np.asarray(second, dtype=np.float64) - np.asarray(first, dtype=np.float64)
     means = _resampled(differences, seed=seed, resamples=resamples)
-    low, high = np.quantile(means, [0.5 - confidence / 2, 0.5 + confidence / 2])
+    resampled = np.quantile(means, [0.5 - confidence / 2, 0.5 + confidence / 2])
+    low, high = adjusted_wald(differences.tolist(), confidence=confidence)
     gained = sum(b > 0 and a == 0 for a, b in zip(first, second, strict=True))
     lost = sum(a > 0 and b == 0 for a, b in zip(first, second, strict=True))
     return Comparison(
         difference=float(differences.mean()),
-        low=float(low),
-        high=float(high),
+        low=low,
+        high=high,
+        bootstrap_low=float(resampled[0]),
+        bootstrap_high=float(resampled[1]),
         num_tasks=len(first),
         num_gained=gained,
         num_lost=lost,

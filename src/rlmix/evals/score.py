@@ -11,7 +11,7 @@ from typing import Any
 
 from rlmix.core.trajectory import Outcome
 from rlmix.evals.ledger import Attempt
-from rlmix.evals.pass_at_k import Estimate, pass_at_k, task_bootstrap
+from rlmix.evals.pass_at_k import Estimate, pass_at_k, task_interval
 from rlmix.tasks.benchmark import BenchTask
 
 
@@ -99,7 +99,7 @@ def _task_score(task: BenchTask, attempts: list[Attempt]) -> TaskScore:
 def _mean(values: list[float], seed: int) -> Estimate:
     if not values:
         return Estimate(value=float("nan"), low=float("nan"), high=float("nan"), num_tasks=0)
-    return task_bootstrap(values, seed=seed)
+    return task_interval(values, seed=seed)
 
 
 def _table(scores: Sequence[TaskScore], field: str) -> dict[str, dict[str, float]]:

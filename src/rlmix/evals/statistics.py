@@ -67,15 +67,13 @@ def paired_difference(
     _check_rewards(second)
     gained = sum(b > a for a, b in zip(first, second, strict=True))
     lost = sum(b < a for a, b in zip(first, second, strict=True))
-    share_gained = (gained + 1) / (num_tasks + 2)
-    share_lost = (lost + 1) / (num_tasks + 2)
-    centre = share_gained - share_lost
-    variance = (share_gained + share_lost - centre**2) / (num_tasks + 2)
-    half = _z(confidence) * math.sqrt(variance)
+    low, high = adjusted_wald(
+        [b - a for a, b in zip(first, second, strict=True)], confidence=confidence
+    )
     return PairedDifference(
         difference=(gained - lost) / num_tasks,
-        low=max(-1.0, centre - half),
-        high=min(1.0, centre + half),
+        low=low,
+        high=high,
         num_tasks=num_tasks,
         num_gained=gained,
         num_lost=lost,
@@ -96,16 +94,43 @@ def pass_rate(rewards: Sequence[float], *, confidence: float = 0.95) -> RateInte
     _check_rewards(rewards)
     num_tasks = len(rewards)
     rate = sum(rewards) / num_tasks
+    low, high = wilson(rate, num_tasks, confidence=confidence)
+    return RateInterval(
+        rate=rate,
+        low=low,
+        high=high,
+        num_tasks=num_tasks,
+    )
+
+
+def wilson(rate: float, num_tasks: int, *, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson's score interval of a share of `num_tasks` trials; has a width at 0 and at 1.
+
+    Raises:
+        ValueError: no task.
+    """
+    if num_tasks < 1:
+        raise ValueError("no task: every one was void, or none was run")
     z = _z(confidence)
     shrink = 1 + z**2 / num_tasks
     centre = (rate + z**2 / (2 * num_tasks)) / shrink
     half = z / shrink * math.sqrt(rate * (1 - rate) / num_tasks + z**2 / (4 * num_tasks**2))
-    return RateInterval(
-        rate=rate,
-        low=max(0.0, centre - half),
-        high=min(1.0, centre + half),
-        num_tasks=num_tasks,
-    )
+    # At 0 and 1 one end is exact; rounding may miss it by 1e-17.
+    low = 0.0 if rate == 0 else max(0.0, centre - half)
+    return low, 1.0 if rate == 1 else min(1.0, centre + half)
+
+
+def adjusted_wald(differences: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
+    """Interval of a mean of paired differences in [-1, 1], with one pair of +1 and one of -1 added.
+
+    For differences of -1, 0 and 1 this is the interval of Bonett and Price (see
+    `paired_difference`); it has a width even when all differences are equal.
+    """
+    num_pairs = len(differences) + 2
+    centre = sum(differences) / num_pairs
+    square = (sum(difference**2 for difference in differences) + 2) / num_pairs
+    half = _z(confidence) * math.sqrt((square - centre**2) / num_pairs)
+    return max(-1.0, centre - half), min(1.0, centre + half)
 
 
 def _check_rewards(rewards: Sequence[float]) -> None:

@@ -60,7 +60,7 @@ def test_the_references_score_1_and_no_change_0(rlmix_eval: Ask, tmp_path: Path,
     empty = rlmix_eval(tmp_path / "e", f"eval.subset={two}", "eval.n=1", "eval.k=1", "agent=empty")
     assert (empty["pass_at_1"], empty["empty"], empty["code"]) == (0.0, 2, 0)
     report = (tmp_path / "g/e/report.md").read_text()
-    assert "| pass@1 | 1.000 | 1.000 to 1.000 | 2 | 1.000 |" in report
+    assert "| pass@1 | 1.000 | 0.342 to 1.000 | 2 | 1.000 |" in report
     assert "| checksum |" in report
     assert "HARD-51" not in report  # Reference rows stand beside their own data only.
 

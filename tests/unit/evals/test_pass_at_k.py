@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from rlmix.evals.pass_at_k import compare, mcnemar, pass_at_k, task_bootstrap
+from rlmix.evals.pass_at_k import compare, mcnemar, pass_at_k, task_bootstrap, task_interval
+from rlmix.evals.statistics import paired_difference, wilson
 
 
 def test_pass_at_4_of_8_attempts() -> None:
@@ -63,6 +64,49 @@ def test_a_comparison_counts_what_only_one_solves() -> None:
     assert (found.num_gained, found.num_lost) == (2, 1)
     assert found.low <= found.difference <= found.high
     same = compare(first, first)
-    assert (same.difference, same.low, same.high, same.p_value) == (0.0, 0.0, 0.0, 1.0)
+    assert (same.difference, same.bootstrap_low, same.bootstrap_high, same.p_value) == (0, 0, 0, 1)
     with pytest.raises(ValueError, match="pair the same tasks"):
         compare(first, first[:-1])
+
+
+def test_intervals_of_51_and_642_tasks_are_those_of_the_tables() -> None:
+    """Wilson's, to three digits, as the evaluation notes have them."""
+    worked = {
+        (0.20, 51): (0.113, 0.329), (0.35, 51): (0.234, 0.487), (0.50, 51): (0.368, 0.632),
+        (0.20, 642): (0.171, 0.233), (0.35, 642): (0.314, 0.388), (0.50, 642): (0.461, 0.539),
+    }  # fmt: skip
+    for (rate, num_tasks), expected in worked.items():
+        assert tuple(round(end, 3) for end in wilson(rate, num_tasks)) == expected
+    found = task_interval([1.0] * 18 + [0.0] * 33)
+    assert (found.low, found.high, found.method) == (*wilson(18 / 51, 51), "wilson")
+
+
+def test_an_interval_has_a_width_where_every_task_passed_or_none_did() -> None:
+    """12 of 12: the lower end is 1 / (1 + 1.96^2 / 12) = 0.7575; 0 of 12 mirrors it."""
+    every, none = task_interval([1.0] * 12), task_interval([0.0] * 12)
+    assert (every.value, round(every.low, 4), every.high) == (1.0, 0.7575, 1.0)
+    assert (none.value, none.low, round(none.high, 4)) == (0.0, 0.0, 0.2425)
+    equal = task_interval([0.5] * 4)
+    assert (equal.value, equal.method) == (0.5, "wilson")
+    assert equal.low < 0.5 < equal.high
+    assert task_interval([0.0, 0.5, 1.0]).method == "bootstrap"
+    with pytest.raises(ValueError, match="no task"):
+        task_interval([])
+
+
+def test_two_checkpoints_that_never_differ_leave_room_for_a_difference() -> None:
+    """10 equal pairs: half width 1.96 * sqrt(2 / 12 / 12)."""
+    found = compare([1.0] * 10, [1.0] * 10)
+    half = 1.959964 * math.sqrt(2 / 144)
+    assert math.isclose(found.high, half, rel_tol=1e-6)
+    assert math.isclose(found.low, -half, rel_tol=1e-6)
+    assert (found.bootstrap_low, found.bootstrap_high) == (0.0, 0.0)
+
+
+def test_a_comparison_of_single_attempts_is_the_paired_interval_of_rewards() -> None:
+    first = [1.0] * 5 + [0.0] * 25
+    second = [1.0] * 4 + [0.0] + [1.0] * 12 + [0.0] * 13
+    found, paired = compare(first, second), paired_difference(first, second)
+    assert math.isclose(found.low, paired.low)
+    assert math.isclose(found.high, paired.high)
+    assert (found.num_gained, found.num_lost, found.is_above_zero) == (12, 1, True)
