@@ -75,7 +75,9 @@ def test_a_server_without_a_token_does_not_start() -> None:
         read_token({})
 
 
-@pytest.mark.parametrize("token", ["", "wrong" * 8, TOKEN + "x", TOKEN[:-1]])
+@pytest.mark.parametrize(
+    "token", ["", "wrong" * 8, TOKEN + "x", TOKEN[:-1]], ids=["none", "other", "longer", "shorter"]
+)
 def test_a_request_without_the_token_reaches_nothing(url: str, token: str) -> None:
     for method, path in (("GET", "/v1/clients"), ("POST", "/v1/clients"), ("GET", "/nothing")):
         with pytest.raises(urllib.error.HTTPError) as caught:
