@@ -11,10 +11,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under `-n 2 --dist loadgroup` a file stays in one process, and so does the whole contract suite.
+    """Under `-n 2 --dist loadgroup` a file stays whole, and so do contract and e2e.
 
-    Files share fixtures of module scope; the contract suite shares one real SGLang server, which takes
-    gigabytes and must not be started in each process.
+    Files share fixtures of module scope; the contract suite shares one real SGLang server, which
+    takes gigabytes and must not be started in each process.
     """
     for item in items:
         folder = item.path.parent
