@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from rlmix.tasks.gates import GateResult
     from rlmix.tasks.prepare.set import PreparedSet
+    from rlmix.tasks.record import BadRow
 
 app = typer.Typer(help="Prepare repository tasks, and run their gates.", no_args_is_help=True)
 
@@ -34,7 +35,8 @@ MEMORY_MIB, DISK_MIB, PIDS = 2048, 1024, 256
 def prepare(
     source: Source,
     path: Annotated[
-        Path | None, typer.Option("--path", help="Data of the set: a file or a folder.")
+        str | None,
+        typer.Option("--path", help="Data of the set: a file, a folder, hf://OWNER/NAME, a URL."),
     ] = None,
     images: Annotated[
         Path | None, typer.Option("--images", help="Unpacked images, one folder per task.")
@@ -42,6 +44,9 @@ def prepare(
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the prepared set.")] = None,
     revision: Annotated[str, typer.Option("--revision", help="Pinned revision.")] = "local",
     limit: Limit = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse a set with a bad row; prepare nothing of it.")
+    ] = False,
     as_json: AsJson = False,
 ) -> Answer:
     """Re-create repositories so that the fix cannot be found, and prove it."""
@@ -59,12 +64,25 @@ def prepare(
             f"tasks prepare {source}: {' and '.join(missing)} missing; give the set's data with "
             "--path, unpacked images with --images, and a folder for the result with --out"
         )
+    from rlmix.tasks.sources.hub import fetch, is_elsewhere
+
+    data = fetch(path, revision=revision) if is_elsewhere(path) else Path(path)
     with _progress("preparing") as step:
-        done = prepare_set(source, path, images, out, revision=revision, limit=limit, on_task=step)
+        done = prepare_set(
+            source,
+            data,
+            images,
+            out,
+            revision=revision,
+            limit=limit,
+            is_strict=strict,
+            on_task=step,
+        )
     return Answer(
         document={
             "total": done.num_rows,
             "ok": len(done.done),
+            "bad_rows": [_bad_row(one) for one in done.bad],
             "excluded": [_entry(one.task_id, one.reason) for one in done.excluded],
             "out": str(out),
         },
@@ -87,6 +105,9 @@ def check(
         float | None, typer.Option("--timeout", min=0.1, help="Seconds of one verdict.")
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Tasks at a time.")] = 2,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail for what preparation excluded, too.")
+    ] = False,
     as_json: AsJson = False,
 ) -> Answer:
     """Run the gates: the reference always earns 1, no change always 0. Writes what fails."""
@@ -110,7 +131,7 @@ def check(
             "runs": sum(result.num_runs for result in results),
         },
         view=lambda: _checked_view(results, listed, source),
-        code=ExitCode.GOOD if not excluded else ExitCode.CHECK_FAILED,
+        code=ExitCode.CHECK_FAILED if excluded or (strict and listed) else ExitCode.GOOD,
     )
 
 
@@ -197,6 +218,17 @@ def _entry(task_id: str, reason: str) -> dict[str, str]:
     return {"id": valid_text(task_id), "reason": valid_text(reason)}
 
 
+def _bad_row(bad: "BadRow") -> dict[str, object]:
+    from rlmix.observe.jsonl import valid_text
+
+    return {
+        "file": valid_text(bad.file),
+        "row": bad.row,
+        "column": bad.column,
+        "problem": valid_text(bad.problem),
+    }
+
+
 def _write_exclusions(path: Path, results: "list[GateResult]") -> None:
     """`gates.jsonl` beside the set: every task that was ever checked, with what was found last."""
     import json
@@ -249,8 +281,10 @@ def _table(title: str, rows: list[tuple[str, ...]], total: int) -> "RenderableTy
 
 
 def _prepared_view(done: "PreparedSet", source: str, out: Path) -> "RenderableType":
+    unread = len({(bad.file, bad.row) for bad in done.bad})
+    said = f" ({unread} rows cannot be read)" if unread else ""
     title = (
-        f"{source}: {len(done.done)} of {done.num_rows} tasks prepared in {out}. Next: "
+        f"{source}: {len(done.done)} of {done.num_rows} tasks prepared in {out}{said}. Next: "
         f"rlmix tasks check {source} --path {out}"
     )
     rows = [tuple(_entry(one.task_id, one.reason).values()) for one in done.excluded]

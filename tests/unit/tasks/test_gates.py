@@ -165,6 +165,28 @@ def test_a_set_is_prepared_checked_and_trained_on(tmp_path: Path, court: Court) 
     assert b"the fix" not in found
 
 
+def test_a_strict_set_with_a_bad_row_is_refused_and_nothing_is_prepared(tmp_path: Path) -> None:
+    data, images, out = make_set(tmp_path)
+    data.write_bytes(b"{broken\n" + data.read_bytes())
+    args = ["tasks", "prepare", "swe_rebench", "--path", str(data), "--images", str(images)]
+    strict = CliRunner().invoke(app, [*args, "--out", str(out), "--strict"])
+    assert strict.exit_code == 2
+    assert "--strict: 2 of 4 rows cannot be read" in strict.output
+    assert not out.exists()
+    lenient = CliRunner().invoke(app, [*args, "--out", str(out), "--json"])
+    assert lenient.exit_code == 0, lenient.output
+    document = json.loads(lenient.stdout)
+    assert (document["total"], document["ok"]) == (4, 1)
+    first = document["bad_rows"][0]
+    assert (first["file"], first["row"], first["column"]) == (str(data), 0, "row")
+    assert first["problem"].startswith("no valid JSON")
+    assert {one["row"] for one in document["bad_rows"]} == {0, 3}
+
+    check = ["tasks", "check", "swe_rebench", "--path", str(out), "--runs", "1"]
+    assert CliRunner().invoke(app, check).exit_code == 0
+    assert CliRunner().invoke(app, [*check, "--strict"]).exit_code == 1
+
+
 def test_preparing_a_set_again_keeps_what_is_there(tmp_path: Path) -> None:
     data, images, out = make_set(tmp_path)
     first = prepare_set("swe_rebench", data, images, out, revision="r", limit=None)

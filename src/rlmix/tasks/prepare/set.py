@@ -17,6 +17,7 @@ from rlmix.tasks.record import BadRow, SourceTask
 from rlmix.tasks.sources.read import read_set
 
 REPOSITORIES = "repositories"
+MAX_LISTED = 10
 MAX_NAME_CHARS = 200
 """With a digest and `.incomplete` behind it still a name that every file system takes."""
 
@@ -28,6 +29,8 @@ class PreparedSet:
     num_rows: int
     done: tuple[Manifest, ...]
     excluded: tuple[Excluded, ...]
+    bad: tuple[BadRow, ...]
+    """Problems of rows that could not be read; each row is among the excluded as well."""
 
 
 def prepare_set(
@@ -38,6 +41,7 @@ def prepare_set(
     *,
     revision: str,
     limit: int | None,
+    is_strict: bool = False,
     on_task: Callable[[str], None] = lambda _: None,
 ) -> PreparedSet:
     """Prepare the tasks of a set.
@@ -46,11 +50,12 @@ def prepare_set(
         path: data of the set.
         images: folder with one unpacked image per task, named as `image_folder` says.
         out: folder of the prepared set; what is there already is kept.
+        is_strict: refuse a set with a row that cannot be read, before anything is prepared.
         on_task: called with the id of each task before it is worked on.
 
     Raises:
         ConfigError: `images` is no folder.
-        DataError: the data cannot be read.
+        DataError: the data cannot be read, or is_strict and one of its rows cannot.
     """
     if not images.is_dir():
         raise ConfigError(
@@ -59,6 +64,13 @@ def prepare_set(
         )
     found = read_set(name, path, revision=revision, limit=limit)
     excluded = bad_rows(found.bad)
+    if is_strict and excluded:
+        listed = "; ".join(one.reason for one in excluded[:MAX_LISTED])
+        more = f" and {len(excluded) - MAX_LISTED} more" if len(excluded) > MAX_LISTED else ""
+        raise DataError(
+            f"tasks prepare {name} --strict: {len(excluded)} of {found.num_rows} rows cannot be "
+            f"read: {listed}{more}; mend them, or leave out --strict to prepare the others"
+        )
     done: list[tuple[SourceTask, Manifest, Path, str]] = []
     (out / REPOSITORIES).mkdir(parents=True, exist_ok=True)
     for task in found.tasks:
@@ -87,6 +99,7 @@ def prepare_set(
         num_rows=found.num_rows,
         done=tuple(manifest for _, manifest, _, _ in done),
         excluded=tuple(excluded),
+        bad=found.bad,
     )
 
 

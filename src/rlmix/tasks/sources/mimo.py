@@ -25,7 +25,7 @@ def image_names(file: Path) -> dict[str, str]:
     mapping = file.parent / "image-mapping.jsonl"
     if not mapping.is_file():
         return {}
-    rows = (row for _, row in read_rows(mapping))
+    rows = [row for _, row in read_rows(mapping) if isinstance(row, dict)]
     return {str(row.get("dataset_image")): str(row.get("dockerhub_image")) for row in rows}
 
 

@@ -11,7 +11,7 @@ from rlmix.tasks.sources.harbor import folder_rows, read_harbor
 from rlmix.tasks.sources.mimo import image_names, read_mimo
 from rlmix.tasks.sources.nemotron import read_nemotron
 from rlmix.tasks.sources.r2e import read_r2e
-from rlmix.tasks.sources.rows import Row, data_files, read_rows
+from rlmix.tasks.sources.rows import Broken, Row, data_files, read_rows
 from rlmix.tasks.sources.swe_bench import read_swe_bench, read_swe_smith
 from rlmix.tasks.sources.swe_bench_pro import read_swe_bench_pro, script_folder
 
@@ -66,6 +66,9 @@ def read_set(
     for number, (row, reader) in enumerate(_rows(name, path)):
         if limit is not None and number >= limit:
             break
+        if row.problems:
+            bad += row.problems
+            continue
         task = reader(row, source=name, revision=revision)
         if task is not None and task.public.task_id in seen:
             row.refuse("instance_id", f"also in {seen[task.public.task_id]}")
@@ -94,5 +97,10 @@ def _rows(name: str, path: Path) -> Iterator[tuple[Row, Reader]]:
             reader = partial(reader, images=image_names(file))
         elif name == "swe_bench_pro":
             reader = partial(reader, scripts=script_folder(path))
-        for number, values in read_rows(file):
-            yield Row(file=str(file), number=number, values=values), reader
+        for number, found in read_rows(file):
+            row = Row(file=str(file), number=number, values={})
+            if isinstance(found, Broken):
+                row.refuse(found.column, found.problem)
+            else:
+                row.values = found
+            yield row, reader

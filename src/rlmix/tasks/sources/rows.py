@@ -16,6 +16,10 @@ from rlmix.tasks.record import BadRow
 
 SUFFIXES = (".parquet", ".jsonl", ".json")
 _BATCH_ROWS = 256
+MAX_ROW_BYTES = 64 << 20
+"""A hundred times the longest row of any known set; more is a file without line ends."""
+_SKIP_BYTES = 1 << 20
+WHOLE_ROW = "row"
 
 
 def data_files(path: Path) -> list[Path]:
@@ -28,7 +32,8 @@ def data_files(path: Path) -> list[Path]:
         return [path]
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
-        found = [p for p in found if not any(part.startswith(".") for part in p.parts)]
+        inside = {p: p.relative_to(path).parts for p in found}
+        found = [p for p in found if not any(part.startswith(".") for part in inside[p])]
         if found:
             return found
     raise DataError(
@@ -37,56 +42,104 @@ def data_files(path: Path) -> list[Path]:
     )
 
 
-def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(row number from 0, columns) of one file.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Broken:
+    """A row that cannot even be decoded; the rows around it can."""
+
+    column: str
+    """The column that breaks; `row` where the whole line does."""
+    problem: str
+
+
+def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any] | Broken]]:
+    """(row number from 0, columns) of one file; a row that cannot be decoded says why.
 
     Raises:
-        DataError: the file cannot be read as what its name says, with the line.
+        DataError: the file as a whole is not what its name says.
     """
     if file.suffix == ".parquet":
         yield from _parquet(file)
     elif file.suffix == ".jsonl":
-        for number, line in enumerate(file.read_bytes().split(b"\n")):
-            if line.strip():
-                yield number, _object(file, number, line)
+        yield from _lines(file)
     else:
-        document = _decoded(file, 0, file.read_bytes())
+        document = _decoded(file.read_bytes())
+        if isinstance(document, Broken):
+            raise DataError(f"{file}: {document.problem}")
         rows = document if isinstance(document, list) else [document]
         for number, row in enumerate(rows):
-            if not isinstance(row, dict):
-                raise DataError(f"{file}, row {number}: not a JSON object")
-            yield number, row
+            yield number, row if isinstance(row, dict) else NO_OBJECT
 
 
-def _parquet(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+NO_OBJECT = Broken(column=WHOLE_ROW, problem="not a JSON object")
+
+
+def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any] | Broken]]:
+    """A line is a row; one that is too long is passed over without being held in memory."""
+    with file.open("rb") as stream:
+        number = 0
+        while line := stream.readline(MAX_ROW_BYTES + 1):
+            is_long = len(line) > MAX_ROW_BYTES and not line.endswith(b"\n")
+            while is_long and (rest := stream.readline(_SKIP_BYTES)) and not rest.endswith(b"\n"):
+                pass
+            if is_long:
+                limit = MAX_ROW_BYTES >> 20
+                yield number, Broken(column=WHOLE_ROW, problem=f"longer than {limit} MiB")
+            elif line.strip():
+                row = _decoded(line)
+                yield number, row if isinstance(row, dict | Broken) else NO_OBJECT
+            number += 1
+
+
+def _parquet(file: Path) -> Iterator[tuple[int, dict[str, Any] | Broken]]:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise DataError(f"{file}: reading parquet needs the package pyarrow; install it") from None
+        raise DataError(f"{file}: reading parquet needs pyarrow; install it") from None
     try:
-        number = 0
-        with pyarrow.parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches(batch_size=_BATCH_ROWS):
-                for row in batch.to_pylist():
-                    yield number, row
-                    number += 1
+        table = pyarrow.parquet.ParquetFile(file)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file}: cannot be read as parquet: {error}") from None
+    with table:
+        number = 0
+        for group in range(table.num_row_groups):
+            end = number + table.metadata.row_group(group).num_rows
+            try:
+                for batch in table.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group]):
+                    for row in range(batch.num_rows):
+                        yield number, _columns(batch, row)
+                        number += 1
+            except (pyarrow.ArrowException, OSError) as error:
+                said = f"rows {number} to {end - 1} cannot be read: {error}"
+                yield number, Broken(column=WHOLE_ROW, problem=said)
+            number = end
 
 
-def _object(file: Path, number: int, line: bytes) -> dict[str, Any]:
-    row = _decoded(file, number, line)
-    if not isinstance(row, dict):
-        raise DataError(f"{file}, row {number}: not a JSON object")
-    return row
+def _columns(batch: Any, row: int) -> dict[str, Any] | Broken:
+    values: dict[str, Any] = {}
+    for name in batch.schema.names:
+        try:
+            values[name] = batch.column(name)[row].as_py()
+        except (ValueError, OverflowError) as error:  # Text that is no UTF-8, times out of range.
+            return Broken(column=name, problem=f"cannot be decoded: {error}")
+    return values
 
 
-def _decoded(file: Path, number: int, data: bytes) -> Any:
+def _decoded(data: bytes) -> Any:
     try:
-        return json.loads(data.decode("utf-8-sig"))
+        return json.loads(data.decode("utf-8-sig"), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}, row {number}: no valid JSON: {error}") from None
+        return Broken(column=WHOLE_ROW, problem=f"no valid JSON: {error}")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of two values under one name nobody can say which is meant."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} stands twice in one object")
+    return found
 
 
 def names_of(value: Any) -> tuple[str, ...]:

@@ -286,12 +286,90 @@ def test_an_id_that_comes_twice_is_refused_the_second_time(tmp_path: Path) -> No
     assert found.num_rows == 2
 
 
-def test_a_broken_file_says_where(tmp_path: Path) -> None:
-    (tmp_path / "data.jsonl").write_text('{"a": 1}\n{"a":\n')
-    with pytest.raises(DataError, match=r"data\.jsonl, row 1: no valid JSON"):
-        read_set("swe_bench", tmp_path)
-    (tmp_path / "data.jsonl").rename(tmp_path / "data.parquet")
+GOOD_LINE = json.dumps(rows.SWE_BENCH).encode()
+BROKEN_LINES = {
+    "half an object": (b'{"repo": "owner/pack",', "no valid JSON"),
+    "no UTF-8": (b'{"repo": "caf\xe9"}', "no valid JSON"),
+    "a list": (b"[1, 2]", "not a JSON object"),
+    "a number": (b"7", "not a JSON object"),
+    "NULs": (b"\0\0\0", "no valid JSON"),
+    "a name that comes twice": (b'{"repo": "a/b", "repo": "c/d"}', "'repo' stands twice"),
+    "nesting without end": (b"[" * 100_000, "no valid JSON"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_LINES)
+def test_a_row_that_cannot_be_decoded_is_listed_and_the_others_are_read(
+    tmp_path: Path, name: str
+) -> None:
+    line, said = BROKEN_LINES[name]
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(b"\n".join([line, b"", GOOD_LINE, line]))  # The last one without a line end.
+    found = read_set("swe_bench", file)
+    assert [task.public.task_id for task in found.tasks] == ["owner__pack-7"]
+    assert [(bad.row, bad.column) for bad in found.bad] == [(0, "row"), (3, "row")]
+    assert said in found.bad[0].sentence()
+    assert found.num_rows == 3
+
+
+def test_a_row_without_an_end_is_listed_and_not_held_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlmix.tasks.sources.rows.MAX_ROW_BYTES", 1 << 20)
+    monkeypatch.setattr("rlmix.tasks.sources.rows._SKIP_BYTES", 1000)
+    (tmp_path / "data.jsonl").write_bytes(b"x" * (3 << 20) + b"\n" + GOOD_LINE)
+    found = read_set("swe_bench", tmp_path)
+    assert [bad.sentence() for bad in found.bad] == [
+        f"{tmp_path}/data.jsonl, row 0, column row: longer than 1 MiB"
+    ]
+    assert len(found.tasks) == 1
+
+
+def parquet_with_bad_text(file: Path) -> None:
+    """Two rows, the first with a `repo` that is no UTF-8, as a writer that does not check leaves
+    it."""
+    good = {name: str(value) for name, value in rows.SWE_BENCH.items()}
+    table = pyarrow.Table.from_pylist([good, good])
+    bad = pyarrow.array([b"caf\xe9/pack", b"owner/pack"]).view(pyarrow.string())
+    place = table.schema.get_field_index("repo")
+    pyarrow.parquet.write_table(table.set_column(place, "repo", bad), file)
+
+
+def test_a_parquet_row_with_bad_text_names_its_column(tmp_path: Path) -> None:
+    parquet_with_bad_text(tmp_path / "data.parquet")
+    found = read_set("swe_bench", tmp_path)
+    assert len(found.tasks) == 1
+    (bad,) = found.bad
+    assert (bad.row, bad.column) == (0, "repo")
+    assert "cannot be decoded: 'utf-8' codec can't decode byte 0xe9" in bad.problem
+
+
+def test_a_damaged_row_group_costs_its_own_rows(tmp_path: Path) -> None:
+    file = tmp_path / "data.parquet"
+    many = [{**rows.SWE_BENCH, "instance_id": f"owner__pack-{n}"} for n in range(6)]
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(many), file, row_group_size=2, compression="gzip"
+    )
+    group = pyarrow.parquet.ParquetFile(file).metadata.row_group(1)
+    start = min(group.column(n).dictionary_page_offset or group.column(n).data_page_offset
+                for n in range(group.num_columns))  # fmt: skip
+    content = bytearray(file.read_bytes())
+    content[start : start + 200] = b"\xff" * 200
+    file.write_bytes(content)
+    found = read_set("swe_bench", file)
+    assert [task.public.task_id[-1] for task in found.tasks] == ["0", "1", "4", "5"]
+    (bad,) = found.bad
+    assert bad.row == 2
+    assert bad.problem.startswith("rows 2 to 3 cannot be read: ")
+
+
+def test_a_file_that_is_no_parquet_says_so(tmp_path: Path) -> None:
+    (tmp_path / "data.parquet").write_text("{}")
     with pytest.raises(DataError, match=r"data\.parquet: cannot be read as parquet"):
+        read_set("swe_bench", tmp_path)
+    (tmp_path / "data.parquet").rename(tmp_path / "data.json")
+    (tmp_path / "data.json").write_text("[")
+    with pytest.raises(DataError, match=r"data\.json: no valid JSON"):
         read_set("swe_bench", tmp_path)
 
 
