@@ -3,18 +3,19 @@
 Who acts: one task per slot (`Slot.keep`), and one that compares the router with the slots, so
 that a router which was restarted, or lost faith in a replica that is alive, is put right.
 Invariant: nothing is registered at the router before it was verified; nobody waits for the
-slowest replica.
+slowest replica. Slots come (`add`) and go (`close`, `empty`, `remove`) while it runs.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from rlmix.core.errors import EngineError, LaunchError, WeightSyncError
 from rlmix.pools.callbacks import OnEvent, References, Spawn
 from rlmix.pools.probes import WeightLedger
 from rlmix.pools.slot import Slot
-from rlmix.pools.spec import FleetSpec, ReplicaStatus, SlotState
+from rlmix.pools.spec import FleetSpec, ReplicaSpec, ReplicaStatus, SlotState
 from rlmix.router.client import RouterAdmin
 
 log = logging.getLogger(__name__)
@@ -47,21 +48,17 @@ class Fleet:
         self._router = router
         self._on_event = on_event
         self._version = -1
-        boots = asyncio.Semaphore(spec.max_parallel_boots)
-        ledger = WeightLedger()
-        self._slots = [
-            Slot(
-                replica,
-                spec,
-                spawn=spawn,
-                router=router,
-                references=references,
-                on_event=on_event,
-                boots=boots,
-                ledger=ledger,
-            )
-            for replica in spec.replicas
-        ]
+        self._new_slot = partial(
+            Slot,
+            fleet=spec,
+            spawn=spawn,
+            router=router,
+            references=references,
+            on_event=on_event,
+            boots=asyncio.Semaphore(spec.max_parallel_boots),
+            ledger=WeightLedger(),
+        )
+        self._slots = [self._new_slot(replica) for replica in spec.replicas]
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._reconciler: asyncio.Task[None] | None = None
 
@@ -74,10 +71,7 @@ class Fleet:
         """
         self._version = version
         for slot in self._slots:
-            slot.set_target(version)
-            self._tasks[slot.spec.name] = asyncio.create_task(
-                slot.keep(), name=f"slot {slot.spec.name}"
-            )
+            self._fill(slot)
         self._reconciler = asyncio.create_task(self._reconcile(), name="fleet reconciler")
         await self._until(
             lambda: all(slot.routed_version is not None or slot.is_held for slot in self._slots)
@@ -85,6 +79,56 @@ class Fleet:
         if self._slots and all(slot.is_held for slot in self._slots):
             reasons = dict.fromkeys(slot.reason for slot in self._slots)
             raise LaunchError("pools: no replica may serve: " + "; ".join(reasons))
+
+    def add(self, replica: ReplicaSpec) -> None:
+        """A slot more, filled in the background like those of the start; after `start`.
+
+        Raises:
+            LaunchError: a slot of that name is there.
+        """
+        if any(slot.spec.name == replica.name for slot in self._slots):
+            raise LaunchError(f"pools: there is a replica {replica.name} already")
+        slot = self._new_slot(replica)
+        self._slots.append(slot)
+        self._fill(slot)
+
+    async def close(self, name: str) -> None:
+        """No new session for this replica; those that are there go on. LaunchError: unknown."""
+        await self._slot(name).close()
+
+    async def reopen(self, name: str) -> None:
+        """Take `close` back."""
+        await self._slot(name).reopen()
+
+    async def empty(self, name: str) -> None:
+        """What still runs on a closed replica goes on elsewhere."""
+        await self._slot(name).empty()
+
+    async def remove(self, name: str) -> None:
+        """End a replica and its slot; one that is not there is removed already."""
+        for slot in self._slots:
+            if slot.spec.name == name:
+                break
+        else:
+            return
+        self._slots.remove(slot)
+        if task := self._tasks.pop(name, None):
+            task.cancel()
+            (result,) = await asyncio.gather(task, return_exceptions=True)
+            if isinstance(result, Exception):
+                log.error("pools: the task of %s failed", name, exc_info=result)
+        await slot.end("the pool was made smaller")
+
+    def _fill(self, slot: Slot) -> None:
+        slot.set_target(self._version)
+        name = slot.spec.name
+        self._tasks[name] = asyncio.create_task(slot.keep(), name=f"slot {name}")
+
+    def _slot(self, name: str) -> Slot:
+        for slot in self._slots:
+            if slot.spec.name == name:
+                return slot
+        raise LaunchError(f"pools: there is no replica {name}")
 
     async def roll_out(self, version: int) -> None:
         """Bring every replica to `version`, in the background; the newest order wins.
@@ -114,7 +158,7 @@ class Fleet:
             return [
                 f"{slot.spec.name} ({slot.state.value}, version {slot.version})"
                 for slot in self._slots
-                if not (slot.state.is_final or slot.is_held)
+                if not (slot.state.is_final or slot.is_held or slot.is_leaving)
                 and (slot.routed_version is None or slot.routed_version < version)
             ]
 
@@ -149,7 +193,8 @@ class Fleet:
 
     def serving_pools(self) -> frozenset[str]:
         """Pools with at least one replica that takes sessions."""
-        return frozenset(slot.spec.pool for slot in self._slots if slot.router_record() is not None)
+        records = [slot.router_record() for slot in self._slots]
+        return frozenset(r["pool"] for r in records if r is not None and r["state"] == "ready")
 
     def status(self) -> list[ReplicaStatus]:
         """Every slot, in the plan's order."""
@@ -170,7 +215,7 @@ class Fleet:
             if isinstance(result, Exception):
                 log.error("pools: a slot's task failed", exc_info=result)
         started = [slot for slot in self._slots if slot.spec.name in self._tasks]
-        await asyncio.gather(*[slot.end() for slot in started])
+        await asyncio.gather(*[slot.end("the fleet stops") for slot in started])
         self._tasks.clear()
 
     async def _until(self, is_reached: Callable[[], bool]) -> None:

@@ -2,7 +2,8 @@
 
 Who calls: the fleet starts one `keep` task per slot. Order of a life: boot, catch up, verify,
 register at the router; then serve, update, and be watched; on the way out the router hears first.
-Updates of one slot cannot overlap, because only its own task makes them.
+Updates of one slot cannot overlap, because only its own task makes them. A slot that is leaving
+keeps its sessions until they end or are sent elsewhere, gets no new one, and is not filled again.
 """
 
 import asyncio
@@ -15,12 +16,15 @@ from typing import Any
 
 from rlmix.core.errors import EngineError, LaunchError, WeightSyncError
 from rlmix.launch.handle import Handle
-from rlmix.pools.admission import ProgressWatch, RestartBudget, check_canaries
+from rlmix.pools.admission import ProgressWatch, RestartBudget
 from rlmix.pools.callbacks import OnEvent, References, Spawn
+from rlmix.pools.gate import Gate
 from rlmix.pools.probes import WeightLedger
 from rlmix.pools.spec import (
     AdmissionRefused,
+    BringUp,
     FleetSpec,
+    Leaving,
     PlanMismatch,
     ReplicaInfo,
     ReplicaLoad,
@@ -29,7 +33,7 @@ from rlmix.pools.spec import (
     SlotState,
     UpdateReport,
 )
-from rlmix.pools.verifying import PROBE_LIMIT_S
+from rlmix.pools.watching import Gone, until_gone
 from rlmix.router.client import RouterAdmin
 from rlmix.weights.store import version_dir
 
@@ -44,16 +48,9 @@ LOADS_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 6.0
 """For a polite stop; then the actor is killed."""
 
-NOTICE_S = 0.3
-"""How long the end of an engine may take to be noticed; see `launch.process`."""
-
 FIRST_START_ATTEMPTS = 2
 """A slot that never served is given up after this many starts: waiting longer for a broken
 command or a missing file only hides it."""
-
-
-class _Gone(Exception):
-    """The replica cannot go on; the message says why."""
 
 
 class _Held(Exception):
@@ -76,11 +73,10 @@ class Slot:
         ledger: WeightLedger,
     ) -> None:
         self.spec = spec
-        self._ledger = ledger
+        self._gate = Gate(spec, fleet, call=self._call, references=references, ledger=ledger)
         self._fleet = fleet
         self._spawn = spawn
         self._router = router
-        self._references = references
         self._on_event = on_event
         self._boots = boots
         self._budget = RestartBudget(
@@ -94,6 +90,8 @@ class Slot:
         self._is_registered = False
         self._cache_salt = ""
         self._hold_reason = ""
+        self.leaving = Leaving.NO
+        self.bring_up = BringUp.BOOTING
         self._released = asyncio.Event()
         self._wake = asyncio.Event()
         self.changed = asyncio.Event()
@@ -103,6 +101,8 @@ class Slot:
         self.incarnation = 0
         self.restarts = 0
         self.has_served = False
+        self.boot_s: float | None = None
+        """From the last start to the first session; None before it."""
         self.version: int | None = None
         self.loading: int | None = None
         """Version whose files are being read now; they must stay until that has ended."""
@@ -138,8 +138,29 @@ class Slot:
         self._hold_reason = ""
         self._released.set()
 
+    @property
+    def is_leaving(self) -> bool:
+        return self.leaving is not Leaving.NO
+
+    async def close(self) -> None:
+        """No new session from now on; those that are there go on."""
+        self.leaving = Leaving.DRAINING
+        await self.register()
+
+    async def reopen(self) -> None:
+        """Take `close` back."""
+        self.leaving = Leaving.NO
+        await self.register()
+
+    async def empty(self) -> None:
+        """Out of routing: sessions that are still there go on elsewhere with their next turn, the
+        turn under way is sent again there."""
+        self.leaving = Leaving.EMPTIED
+        await self._leave_router("dead")
+
     async def keep(self) -> None:
-        """Fill the slot, and fill it again, until it is retired. Cancel it to end the slot."""
+        """Fill the slot, and fill it again, until it is retired or lost while leaving. Cancel it to
+        end the slot."""
         try:
             while True:
                 was_refused = False
@@ -152,7 +173,7 @@ class Slot:
                     await self._take_down(SlotState.QUARANTINED, str(held))
                     await self._released.wait()
                     continue
-                except _Gone as gone:
+                except Gone as gone:
                     await self._take_down(SlotState.DEAD, str(gone))
                 except (LaunchError, WeightSyncError) as error:
                     await self._take_down(SlotState.DEAD, str(error))
@@ -162,6 +183,8 @@ class Slot:
                 except EngineError as error:
                     await self._take_down(SlotState.QUARANTINED, str(error))
                     was_refused = isinstance(error, AdmissionRefused)
+                if self.is_leaving:
+                    return
                 delay_s = self._next_delay_s()
                 if delay_s is None and was_refused:
                     # Not broken, not trusted: the run goes on without it.
@@ -201,11 +224,17 @@ class Slot:
             restarts=self.restarts,
             since_s=time.monotonic() - self._since_s,
             is_held=self.is_held,
+            is_leaving=self.is_leaving,
+            is_routed=self.routed_version is not None,
+            has_served=self.has_served,
+            bring_up=self.bring_up,
+            boot_s=self.boot_s,
         )
 
     def router_record(self) -> dict[str, Any] | None:
         """What the router must hold about the slot now; None when it must not serve."""
-        if not self.is_serving or self.info is None or self.is_held:
+        is_out = self.is_held or self.leaving is Leaving.EMPTIED
+        if not self.is_serving or self.info is None or is_out:
             return None
         return {
             "pool": self.spec.pool,
@@ -217,7 +246,7 @@ class Slot:
             "version": self.version,
             # Updating is short, and requests wait for its end in the engine: to take all
             # replicas out of rotation for it would only make a herd afterwards.
-            "state": "ready",
+            "state": "draining" if self.is_leaving else "ready",
             "cache_salt": self._cache_salt,
             # A server that is not the run's own has a key of its own, which the router finds there.
             **({"token_env": self.spec.token_env} if self.spec.url and self.spec.token_env else {}),
@@ -242,6 +271,7 @@ class Slot:
             version = self._target
             self.version, self.info, self.load = None, None, None
             self._cache_salt = ""
+            self.bring_up = BringUp.BOOTING
             self._enter(SlotState.STARTING, f"booting version {version}")
             started_s = time.monotonic()
             self._handle = self._spawn(self.spec, self.incarnation)
@@ -253,13 +283,17 @@ class Slot:
                     limit_s=self.spec.boot_timeout_s + self.spec.update_timeout_s,
                 )
             self.version = self.info.version
+            self.bring_up = BringUp.CATCHING_UP
+            await self._catch_up()
             boot_s = time.monotonic() - started_s
-            mean_abs = await self._admit()
-            while self.version < self._target and self._target != self._refused_version:
-                await self._update()
+            self.bring_up = BringUp.VERIFYING
+            mean_abs = await self._gate.admit(self.version, self._folder(self.version))
+            await self._catch_up()  # With what was published meanwhile.
         if self.is_held:
             raise _Held(self._hold_reason)
         self.has_served = True
+        self.boot_s = time.monotonic() - started_s
+        self.bring_up = BringUp.ROTATING_IN
         self._enter(
             SlotState.READY,
             "verified",
@@ -271,33 +305,9 @@ class Slot:
         )
         await self.register()
 
-    async def _admit(self) -> float | None:
-        """The whole gate for the freshly booted version."""
-        if not self._fleet.canary_prompts:
-            return None
-        assert self.version is not None
-        outputs = await self._call(
-            "canary", self._fleet.canary_prompts, self._fleet.canary_tokens, limit_s=60.0
-        )
-        references = None
-        if self._references is not None:
-            references = await self._references(self.version, outputs)
-        tolerance_nats = self.spec.canary_tolerance_nats
-        mean_abs = check_canaries(
-            outputs, references, name=self.spec.name, tolerance_nats=tolerance_nats
-        )
-        again = self._folder(self.version) if self._fleet.checks_identity else None
-        await self._prove(again=again, canaries=outputs, tolerance_nats=tolerance_nats)
-        return mean_abs
-
-    async def _prove(self, **identity: Any) -> None:
-        """The engine's probes; after an update without the identity check."""
-        if not self._fleet.canary_prompts:
-            return
-        prompt, limit_s = self._fleet.canary_prompts[0], PROBE_LIMIT_S + self.spec.update_timeout_s
-        proof = await self._call("verify", self.version, prompt, limit_s=limit_s, **identity)
-        is_fresh = bool(identity)
-        self._ledger.note(proof, pool=self.spec.pool, name=self.spec.name, is_fresh=is_fresh)
+    async def _catch_up(self) -> None:
+        while (self.version or 0) < self._target and self._target != self._refused_version:
+            await self._update()
 
     async def _serve(self) -> None:
         """Watch and update until the replica is gone; raises what ended it."""
@@ -311,26 +321,26 @@ class Slot:
                 if self.is_held:
                     raise _Held(self._hold_reason)
                 if watch.done():
-                    raise _Gone(watch.result())
+                    raise Gone(watch.result())
                 assert self.version is not None
                 if self._target > self.version and self._target != self._refused_version:
-                    await self._until(watch, self._update_while_serving())
+                    await until_gone(watch, self._update_while_serving())
                     progress = ProgressWatch(moved_s=time.monotonic())
                 try:
-                    self.load = await self._until(
+                    self.load = await until_gone(
                         watch, self._handle.call("loads", timeout_s=report_s)
                     )
                     answered_s = now_s = time.monotonic()
                     stalled_s = progress.stalled_s(self.load, now_s=now_s)
                     if stalled_s > self._fleet.stall_timeout_s:
-                        raise _Gone(
+                        raise Gone(
                             f"{self.load.running} requests run and {self.load.queued} wait, "
                             f"without a token for {stalled_s:.0f} s"
                         )
                 except (TimeoutError, EngineError) as error:
                     silent_s = time.monotonic() - answered_s
                     if silent_s > self._fleet.stall_timeout_s:
-                        raise _Gone(
+                        raise Gone(
                             f"no load report for {silent_s:.0f} s ({error or 'timeout'})"
                         ) from None
                 await self._pause_until_due(watch)
@@ -351,21 +361,6 @@ class Slot:
             order.cancel()
             await asyncio.gather(order, return_exceptions=True)
         self._wake.clear()
-
-    async def _until(self, watch: "asyncio.Task[str]", work: Awaitable[Any]) -> Any:
-        """The work's result, unless the replica ends first: then that is the news."""
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done() and not task.cancelled() and task.exception() is not None:
-                # An engine that died fails its requests a moment before its end is noticed.
-                await asyncio.wait({watch}, timeout=NOTICE_S)
-            if watch.done():
-                raise _Gone(watch.result())
-            return task.result()
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
     async def _update_while_serving(self) -> None:
         self._enter(SlotState.UPDATING, f"to version {self._target}")
@@ -400,7 +395,7 @@ class Slot:
                 self._event("update_refused", str(error), version=version)
             return None
         self.version = report.version
-        await self._prove()
+        await self._gate.prove(self.version)
         return report
 
     async def _change_salt(self, version: int) -> None:
@@ -445,10 +440,10 @@ class Slot:
         finally:
             handle.kill()
 
-    async def end(self) -> None:
+    async def end(self, reason: str) -> None:
         """After `keep` was cancelled: say so, and leave the router."""
         if not self.state.is_final:
-            self._enter(SlotState.STOPPED, "the fleet stops")
+            self._enter(SlotState.STOPPED, reason)
         await self._tell_router(self._router.delete_replica(self.spec.name))
 
     async def _call(self, method: str, *args: Any, limit_s: float, **kwargs: Any) -> Any:

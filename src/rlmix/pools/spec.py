@@ -37,6 +37,26 @@ class SlotState(StrEnum):
         return self in (SlotState.RETIRED, SlotState.STOPPED)
 
 
+class BringUp(StrEnum):
+    """How far the replica in a slot has come on its way into routing."""
+
+    BOOTING = "booting"
+    CATCHING_UP = "catching_up"
+    VERIFYING = "verifying"
+    ROTATING_IN = "rotating_in"
+    """Verified; the router is being told, or was."""
+
+
+class Leaving(StrEnum):
+    """Whether a slot is on its way out."""
+
+    NO = "no"
+    DRAINING = "draining"
+    """It keeps its sessions and gets no new one."""
+    EMPTIED = "emptied"
+    """Its sessions go on elsewhere."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PushSpec:
     """How weights reach an engine through a process group instead of a folder."""
@@ -198,3 +218,12 @@ class ReplicaStatus:
     """Seconds in this state."""
     is_held: bool
     """Its pool is in quarantine: nothing fills the slot until the pool is released."""
+    is_leaving: bool
+    """It gets no new session, and is not filled again."""
+    is_routed: bool
+    """The router was told of it."""
+    has_served: bool
+    """Some replica of the slot was verified."""
+    bring_up: BringUp
+    boot_s: float | None
+    """From the last start to the first session; None before it."""
