@@ -165,7 +165,9 @@ def test_a_set_is_prepared_checked_and_trained_on(tmp_path: Path, court: Court) 
     assert b"the fix" not in found
 
 
-def test_a_strict_set_with_a_bad_row_is_refused_and_nothing_is_prepared(tmp_path: Path) -> None:
+def test_a_strict_set_with_a_bad_row_is_refused_and_nothing_is_prepared(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     data, images, out = make_set(tmp_path)
     data.write_bytes(b"{broken\n" + data.read_bytes())
     args = ["tasks", "prepare", "swe_rebench", "--path", str(data), "--images", str(images)]
@@ -175,7 +177,7 @@ def test_a_strict_set_with_a_bad_row_is_refused_and_nothing_is_prepared(tmp_path
     assert not out.exists()
     lenient = CliRunner().invoke(app, [*args, "--out", str(out), "--json"])
     assert lenient.exit_code == 0, lenient.output
-    document = json.loads(lenient.stdout)
+    document = json.loads(capfd.readouterr().out)
     assert (document["total"], document["ok"]) == (4, 1)
     first = document["bad_rows"][0]
     assert (first["file"], first["row"], first["column"]) == (str(data), 0, "row")
