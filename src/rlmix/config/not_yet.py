@@ -21,12 +21,6 @@ def cannot_run_yet(config: TrainConfig) -> Iterator[Problem]:
             f"`rlmix tasks prepare {source} --path DATA --images DIR --out FOLDER`, check it with "
             f"`rlmix tasks check {source} --path FOLDER`, and set tasks.path=FOLDER",
         )
-    if config.eval.data is not None:
-        yield Problem(
-            where=f"eval.data={config.eval.data}",
-            what="benchmarks arrive with `rlmix eval`; this version plans them with --cfg plan and "
-            "judges the last checkpoint on held-out tasks (loop.eval_tasks)",
-        )
     if config.trainer.ranks > 1:
         yield Problem(
             where=f"trainer.ranks={config.trainer.ranks}",

@@ -336,15 +336,15 @@ def _embedded_argv(
 
 
 def _evaluation(config: TrainConfig) -> EvaluationPlan | None:
-    if config.eval.data is None:
+    if config.eval.data is None and not config.eval.every_steps:
         return None
     return EvaluationPlan(
-        data=config.eval.data,
+        data=config.eval.data or "generated",
         subset=config.eval.subset,
         k=config.eval.k,
         n=config.eval.n,
         weights="bf16",
-        every_steps=config.loop.checkpoint_every,
+        every_steps=config.eval.every_steps,
     )
 
 

@@ -155,7 +155,7 @@ class EvaluationPlan:
     weights: str
     """Format in which checkpoints are served for it."""
     every_steps: int
-    """Optimizer steps between the checkpoints."""
+    """Optimizer steps between evaluations in the run; 0: only by `rlmix eval`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -227,15 +227,16 @@ def check_sums(folder: Path) -> None:
 
 
 def _released_task(task: SourceTask, folder: Path | None) -> BenchTask:
+    public = public_of(task, folder / REPOSITORY if folder else None)
     return BenchTask(
-        public=public_of(task, folder / REPOSITORY if folder else None),
+        public=public,
         hidden=hidden_of(task),
         gold=task.gold.patch.encode("utf-8", "surrogateescape") if task.gold else b"",
         repository=task.public.repository,
         language=task.public.language,
         agent_s=float(task.public.limits.agent_s),
         verify_s=float(task.public.limits.verify_s),
-        image=image_name(task.public.image),
+        image="" if public.repository else image_name(task.public.image),
     )
 
 
@@ -282,24 +283,3 @@ def repositories(tasks: Sequence[BenchTask]) -> dict[str, int]:
     for task in tasks:
         counts[task.repository] = counts.get(task.repository, 0) + 1
     return dict(sorted(counts.items()))
-
-
-class BenchmarkSource:
-    """A benchmark as a task source, for sessions of a policy that is judged on it."""
-
-    def __init__(self, benchmark: Benchmark) -> None:
-        self._tasks = {task.public.task_id: task for task in benchmark.tasks}
-
-    def task_ids(self) -> tuple[str, ...]:
-        return tuple(self._tasks)
-
-    def public(self, task_id: str) -> PublicTask:
-        return self._find(task_id).public
-
-    def hidden(self, task_id: str) -> HiddenTask:
-        return self._find(task_id).hidden
-
-    def _find(self, task_id: str) -> BenchTask:
-        if task_id not in self._tasks:
-            raise DataError(f"tasks: {task_id!r} is not in this benchmark")
-        return self._tasks[task_id]

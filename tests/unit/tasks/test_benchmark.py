@@ -90,8 +90,19 @@ def test_a_subset_may_be_a_file_of_ids(tmp_path: Path) -> None:
 
 
 def test_an_unknown_benchmark_and_an_unprepared_one_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"eval\.data='maxi'; allowed: mini, swe_bench,"):
+    with pytest.raises(ConfigError, match=r"eval\.data='maxi'; allowed: generated, mini, swe_bench,"):
         open_benchmark("maxi")
     with pytest.raises(ConfigError, match=r"eval\.path=null: eval\.data=swe_bench_pro needs"):
         open_benchmark("swe_bench_pro")
     assert benchmark.SUMS == "SHA256SUMS"
+
+
+def test_held_out_generated_tasks_are_a_benchmark_whose_checksum_is_their_content() -> None:
+    first = open_benchmark("generated", limit=3, seed=0)
+    assert [task.public.task_id for task in first.tasks] == [
+        f"generated/eval/0/{index}" for index in range(3)
+    ]
+    assert all(task.public.split == "eval" and task.gold for task in first.tasks)
+    assert first.checksum == open_benchmark("generated", limit=3, seed=0).checksum
+    assert first.checksum != open_benchmark("generated", limit=3, seed=1).checksum
+    assert len(open_benchmark("mini", limit=5).tasks) == 5

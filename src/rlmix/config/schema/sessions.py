@@ -49,11 +49,23 @@ class SessionConfig:
 @dataclass(kw_only=True, slots=True)
 class EvalConfig:
     data: str | None
-    """Benchmark that checkpoints are judged on; None: none, for `rlmix eval` the bundled one."""
+    """What checkpoints are judged on; None: the bundled benchmark, in a run generated tasks."""
     path: str | None
-    """Prepared set of a public benchmark; the bundled one has none."""
+    """Prepared set or release of a public benchmark; the bundled one has none."""
     subset: str
     """Its tasks; several parts joined by `+` are told apart."""
+    limit: int | None
+    """Tasks to take, from the front; None: all."""
     k: int
     n: int
     """Samples of each task."""
+    checkpoint: str | None
+    """Policy to judge, `RUN[:STEP]`; None: `model.path`, or the newest checkpoint."""
+    replicas: int
+    """Engines of the pool that serves it."""
+    concurrency: int
+    """Sessions at a time."""
+    endpoint_model: str | None
+    """Model that an endpoint is asked for; None: the first it lists."""
+    every_steps: int
+    """Optimizer steps between evaluations in a run; 0: none."""
