@@ -8,7 +8,7 @@ it is lost already; an operation that failed or was cancelled ends with the repl
 with, as far as they still live; the same id with the same targets is the same operation.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -232,11 +232,18 @@ def advance(
     return _step(operation, happened.replica, NEXT[one.step], now_s)
 
 
-def check_deadlines(operation: Operation, *, now_s: float) -> tuple[Operation, tuple[Task, ...]]:
-    """Sessions that still run on a closing replica after `drain_s` are re-homed."""
+def check_deadlines(
+    operation: Operation, *, now_s: float, kept: Collection[str] = ()
+) -> tuple[Operation, tuple[Task, ...]]:
+    """Sessions that still run on a closing replica after `drain_s` are re-homed.
+
+    Args:
+        kept: replicas whose sessions have nowhere to go; they drain until these end.
+    """
     tasks: list[Task] = []
     for name, one in list(operation.replicas.items()):
-        if one.step is Step.DRAINING and now_s - one.since_s >= operation.drain_s:
+        is_due = now_s - one.since_s >= operation.drain_s and name not in kept
+        if one.step is Step.DRAINING and is_due:
             operation, more = _step(operation, name, Step.REHOMING, now_s)
             tasks += more
     return operation, tuple(tasks)
