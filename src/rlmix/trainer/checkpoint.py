@@ -1,17 +1,19 @@
 """Everything a run needs to continue, under one folder: `checkpoints/step_000012/`.
 
-Model (Hugging Face safetensors, BF16), optimizer (float32 masters and moments), random state and
-the loop's own state share one folder and one manifest, so they cannot come from different saves.
-Torch is imported inside functions, because the driver looks for checkpoints without it.
+Model (Hugging Face safetensors, BF16), optimizer shards (`torch.distributed.checkpoint`: float32
+masters and moments, random states) and the loop's own state share one folder and one manifest, so
+they cannot come from different saves. Shards know where in the whole tensor they lie, so any number
+of ranks reads what any other number wrote. Torch is imported inside functions, because the driver
+looks for checkpoints without it.
 
 Invariant: the manifest is written last and the folder gets its name in one rename; whoever kills
 the writer at any instruction leaves the previous checkpoint as the newest complete one.
 """
 
 import json
-import os
 import re
 import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,15 +28,19 @@ from rlmix.weights.manifest import (
     write_manifest,
     write_synced,
 )
-from rlmix.weights.publish import side_files
+from rlmix.weights.publish import INDEX_FILE, SHARD_BYTES, side_files, write_tensors
 from rlmix.weights.store import finish_folder, remove_folder, sweep_unfinished
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MODEL_FILE = "model.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
+SHARDS = "shards"
+"""Folder inside: what `torch.distributed.checkpoint` wrote."""
 STATE_FILE = "state.json"
+
+OPTIMIZER_PREFIX = "optimizer/"
+RANDOM_PREFIX = "random/"
 
 STEP_PATTERN = re.compile(r"step_(\d{6,})")
 
@@ -43,18 +49,88 @@ SIDE_FOLDER = "model_files"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Writers:
+    """The ranks that write one checkpoint together, as one of them sees it."""
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+    """Gloo, of all of them, and used for nothing else while they write; None for one."""
+
+    def wait(self) -> None:
+        """Until all are here; an exception when one is gone."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            dist.barrier(group=self.group)
+
+
+ALONE = Writers()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint, read back."""
+    """A complete checkpoint; tensors are read when they are asked for."""
 
     folder: Path
     step: int
-    optimizer: dict[str, "Tensor"]
-    random_state: "Tensor"
-    """uint8, torch's CPU generator."""
     version: int
     """Policy version of the weights."""
+    ranks: int
+    """How many wrote it."""
     extra: dict[str, Any]
-    """The loop's state: data cursor, counters."""
+    """The loop's state: data order, work in flight, counters, what the alarms remember."""
+
+    @property
+    def optimizer(self) -> "dict[str, Tensor]":
+        """Masters, moments and `num_steps`, whole, by `<kind>/<parameter>`."""
+        import torch
+
+        sizes = _shard_sizes(self.folder, OPTIMIZER_PREFIX)
+        state = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in sizes.items()}
+        _read_shards(self.folder, {f"{OPTIMIZER_PREFIX}{name}": t for name, t in state.items()})
+        return state
+
+    def read_optimizer_into(self, state: "Mapping[str, Tensor]") -> None:
+        """Fill `state` in place; each rank reads no more than its shards (DTensors).
+
+        Raises:
+            TrainerError: a tensor has no place, or a place no tensor of its shape.
+        """
+        sizes = _shard_sizes(self.folder, OPTIMIZER_PREFIX)
+        unknown, missing = sorted(sizes.keys() - state.keys()), sorted(state.keys() - sizes.keys())
+        if unknown or missing:
+            raise TrainerError(
+                f"trainer: {self.folder} has optimizer tensors without a place: {unknown[:3]} "
+                f"({len(unknown)}), and lacks {missing[:3]} ({len(missing)}); it was saved by "
+                "another model or optimizer"
+            )
+        for name, tensor in state.items():
+            if tuple(sizes[name][0]) != tuple(tensor.shape):
+                raise TrainerError(
+                    f"trainer: {self.folder}: {name} has the shape {tuple(sizes[name][0])}, the "
+                    f"model needs {tuple(tensor.shape)}"
+                )
+        _read_shards(self.folder, {f"{OPTIMIZER_PREFIX}{name}": t for name, t in state.items()})
+
+    @property
+    def random_state(self) -> "Tensor":
+        """uint8, torch's CPU generator on rank 0."""
+        state = self.random_state_of(0)
+        assert state is not None
+        return state
+
+    def random_state_of(self, rank: int) -> "Tensor | None":
+        """That of another rank; None when fewer ranks wrote the checkpoint."""
+        import torch
+
+        name = f"{rank:05d}"
+        sizes = _shard_sizes(self.folder, RANDOM_PREFIX)
+        if name not in sizes:
+            return None
+        state = torch.empty(sizes[name][0], dtype=sizes[name][1])
+        _read_shards(self.folder, {f"{RANDOM_PREFIX}{name}": state})
+        return state
 
 
 def save_checkpoint(
@@ -62,37 +138,49 @@ def save_checkpoint(
     *,
     step: int,
     version: int,
-    model_state: Mapping[str, "Tensor"],
+    model_state: "Mapping[str, Tensor]",
     model_files: Path,
-    optimizer_state: Mapping[str, "Tensor"],
+    optimizer_state: "Mapping[str, Tensor]",
     random_state: "Tensor",
     extra: Mapping[str, Any],
+    writers: Writers = ALONE,
 ) -> Path:
-    """Write `<folder>/step_%06d/`; replaces a folder of the same step.
+    """Write `<folder>/step_%06d/`; replaces a folder of the same step. Every rank calls it.
 
     Args:
-        folder: the run's checkpoints folder; made if it is not there.
-        model_state: BF16, names as in a Hugging Face checkpoint.
+        folder: the run's checkpoints folder, which all ranks see; made if it is not there.
+        model_state: BF16, names as in a Hugging Face checkpoint; only rank 0's is read.
         model_files: folder whose config, tokenizer and template files are copied.
-        extra: JSON values only.
+        optimizer_state: on the CPU; DTensors where they are sharded, else alike on all ranks.
+        random_state: uint8, torch's CPU generator on this rank.
+        extra: JSON values only; only rank 0's is read.
     """
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    sweep_unfinished(folder)
     final = folder / f"step_{step:06d}"
-    unfinished = folder / f".new-{final.name}-{os.getpid()}"
-    unfinished.mkdir()
-    save_file(dict(model_state), unfinished / MODEL_FILE, metadata={"format": "pt"})
-    tensors = {f"optimizer/{name}": t.contiguous() for name, t in optimizer_state.items()}
-    save_file({**tensors, "random/torch": random_state}, unfinished / OPTIMIZER_FILE)
+    unfinished = folder / f".new-{final.name}"
+    if writers.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        sweep_unfinished(folder)
+        unfinished.mkdir()
+    writers.wait()
+    tensors = {f"{OPTIMIZER_PREFIX}{name}": tensor for name, tensor in optimizer_state.items()}
+    tensors[f"{RANDOM_PREFIX}{writers.rank:05d}"] = random_state
+    _write_shards(unfinished / SHARDS, tensors, writers)
+    writers.wait()
+    if writers.rank != 0:
+        return final
+    weight_files, index = write_tensors(model_state, unfinished, SHARD_BYTES)
+    if len(weight_files) > 1:
+        write_synced(unfinished / INDEX_FILE, index)
     copy_side_files(model_files, unfinished)
-    document = {"step": step, "version": version, "extra": dict(extra)}
+    document = {"step": step, "version": version, "ranks": writers.size, "extra": dict(extra)}
     write_synced(unfinished / STATE_FILE, json.dumps(document, indent=1).encode())
-    files = {}
-    for path in sorted(unfinished.iterdir()):
-        sync_path(path)
-        files[path.name] = hash_file(path)
+    files = dict(weight_files)
+    for path in sorted(p for p in unfinished.rglob("*") if p.is_file()):
+        name = path.relative_to(unfinished).as_posix()
+        if name not in files:
+            sync_path(path)
+            files[name] = hash_file(path)
+    sync_path(unfinished / SHARDS)
     write_manifest(
         unfinished,
         Manifest(kind="checkpoint", version=step, view="bf16", files=files),
@@ -125,7 +213,7 @@ def verify_checkpoint(folder: Path) -> Manifest:
 
 def is_checkpoint(folder: Path) -> bool:
     """True for a folder that `save_checkpoint` made, damaged or not; False for a plain model."""
-    return (folder / STATE_FILE).is_file() or (folder / OPTIMIZER_FILE).is_file()
+    return (folder / STATE_FILE).is_file() or (folder / SHARDS).is_dir()
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -161,28 +249,58 @@ def prune_checkpoints(folder: Path, keep: int) -> list[Path]:
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
-    """Verify and read a checkpoint; the model itself is loaded from the same folder.
+    """Verify a checkpoint; the model itself is loaded from the same folder.
 
     Raises:
         TrainerError: damaged or not a checkpoint; says which file.
     """
-    from safetensors.torch import load_file
-
     try:
         manifest = verify_checkpoint(folder)
     except WeightSyncError as error:
         raise TrainerError(f"trainer: cannot resume: {error}") from error
     document = json.loads((folder / STATE_FILE).read_bytes())
-    tensors = load_file(folder / OPTIMIZER_FILE)
-    random_state = tensors.pop("random/torch")
     return Checkpoint(
         folder=folder,
         step=manifest.version,
-        optimizer={name.removeprefix("optimizer/"): t for name, t in tensors.items()},
-        random_state=random_state,
         version=int(document["version"]),
+        ranks=int(document["ranks"]),
         extra=document["extra"],
     )
+
+
+def _write_shards(folder: Path, tensors: "dict[str, Tensor]", writers: Writers) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        # It warns that nobody else takes part; with one rank that is so.
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.save(
+            tensors,
+            storage_writer=dcp.FileSystemWriter(folder, thread_count=1),
+            process_group=writers.group,
+            no_dist=writers.size == 1,
+        )
+
+
+def _read_shards(folder: Path, tensors: "dict[str, Tensor]") -> None:
+    """Each process reads what it needs by itself: a broken rank cannot stop the others."""
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder / SHARDS), no_dist=True)
+
+
+def _shard_sizes(folder: Path, prefix: str) -> dict[str, tuple[Any, Any]]:
+    """Name without prefix -> (whole shape, dtype)."""
+    import torch.distributed.checkpoint as dcp
+
+    metadata = dcp.FileSystemReader(folder / SHARDS).read_metadata()
+    return {
+        name.removeprefix(prefix): (entry.size, entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.startswith(prefix)
+    }
 
 
 def _step_of(path: Path) -> int:

@@ -158,7 +158,7 @@ def _publish_view(
     write_started_s = time.perf_counter()
     unfinished = final.with_name(f".new-{final.name}-{os.getpid()}")
     unfinished.mkdir()
-    files, index = _write_tensors(tensors, unfinished, shard_bytes)
+    files, index = write_tensors(tensors, unfinished, shard_bytes)
     previous = None if newest is None else version_dir(store, view, newest)
     contents = _side_files(model_files, quantization) | {INDEX_FILE: index}
     files |= _write_or_link(contents, folder=unfinished, previous=previous)
@@ -234,10 +234,11 @@ def _facts(spec: "ViewSpec", state_bf16: Mapping[str, "Tensor"]) -> dict[str, An
     }
 
 
-def _write_tensors(
+def write_tensors(
     tensors: Mapping[str, "Tensor"], folder: Path, shard_bytes: int
 ) -> tuple[dict[str, FileEntry], bytes]:
-    """Weight files of at most `shard_bytes` (or one tensor), and the index that names them."""
+    """Weight files of at most `shard_bytes` (or one tensor), on disk, and the index that names
+    them, which is not written."""
     from safetensors.torch import save_file
 
     shards: list[dict[str, Tensor]] = [{}]

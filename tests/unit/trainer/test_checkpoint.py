@@ -1,7 +1,4 @@
 import json
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -49,7 +46,7 @@ def test_a_checkpoint_gives_back_what_was_saved(folder):
         "config.json",
         "manifest.json",
         "model.safetensors",
-        "optimizer.safetensors",
+        "shards",
         "state.json",
         "tokenizer.json",
     ]
@@ -64,8 +61,8 @@ def test_a_checkpoint_gives_back_what_was_saved(folder):
 
 
 def damage_cut(path):
-    content = (path / "optimizer.safetensors").read_bytes()
-    (path / "optimizer.safetensors").write_bytes(content[: len(content) // 2])
+    shard = path / "shards" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:100])
 
 
 def damage_flip(path):
@@ -77,7 +74,7 @@ def damage_flip(path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_cut, "optimizer.safetensors has"),
+        (damage_cut, "__0_0.distcp has 100 bytes"),
         (damage_flip, "model.safetensors has the hash"),
         (lambda path: (path / "state.json").unlink(), "lacks state.json"),
         (lambda path: (path / "manifest.json").unlink(), "has no manifest.json"),
@@ -139,42 +136,46 @@ def test_state_is_readable_json(folder):
     assert json.loads((path / "state.json").read_text()) == {
         "step": 3,
         "version": 13,
+        "ranks": 1,
         "extra": {"seed": 7},
     }
 
 
-SAVE_FOREVER = """
-import sys
-from pathlib import Path
-import torch
-from rlmix.trainer.checkpoint import prune_checkpoints, save_checkpoint
+def test_every_optimizer_tensor_must_have_a_place_of_its_shape(folder):
+    checkpoint = load_checkpoint(save(folder, 3, value=2.5))
+    into = {"master/weight": torch.zeros(3), "num_steps": torch.tensor(0)}
+    checkpoint.read_optimizer_into(into)
+    assert into["master/weight"].tolist() == [2.5] * 3
+    assert into["num_steps"] == 3
+    with pytest.raises(TrainerError, match=r"without a place: \['num_steps'\]"):
+        checkpoint.read_optimizer_into({"master/weight": torch.zeros(3)})
+    with pytest.raises(TrainerError, match=r"lacks \['exp_avg/weight'\]"):
+        checkpoint.read_optimizer_into({**into, "exp_avg/weight": torch.zeros(3)})
+    with pytest.raises(TrainerError, match=r"shape \(3,\), the model needs \(4,\)"):
+        checkpoint.read_optimizer_into({**into, "master/weight": torch.zeros(4)})
 
-folder, step = Path(sys.argv[1]), 0
-while True:
-    step += 1
-    save_checkpoint(
-        folder, step=step, version=step, model_files=folder.parent / "model",
-        model_state={"weight": torch.full((200_000,), float(step)).bfloat16()},
-        optimizer_state={"master/weight": torch.full((200_000,), float(step))},
-        random_state=torch.get_rng_state(), extra={"step": step},
+
+def test_a_rank_that_was_not_there_has_no_random_state(folder):
+    checkpoint = load_checkpoint(save(folder, 3))
+    assert checkpoint.ranks == 1
+    assert checkpoint.random_state_of(1) is None
+
+
+def test_a_large_model_is_cut_into_several_files_with_an_index(folder, monkeypatch):
+    monkeypatch.setattr("rlmix.trainer.checkpoint.SHARD_BYTES", 10)
+    path = save_checkpoint(
+        folder,
+        step=1,
+        version=1,
+        model_state={name: torch.ones(3).bfloat16() for name in ("a", "b")},
+        model_files=folder.parent / "model",
+        optimizer_state={"num_steps": torch.tensor(1)},
+        random_state=torch.get_rng_state(),
+        extra={},
     )
-    prune_checkpoints(folder, 2)
-"""
-
-
-def test_a_writer_killed_at_any_moment_leaves_a_complete_checkpoint(folder):
-    child = subprocess.Popen([sys.executable, "-c", SAVE_FOREVER, str(folder)])
-    try:
-        deadline_s = time.monotonic() + 60
-        while len(list_checkpoints(folder)) < 2:
-            assert child.poll() is None
-            assert time.monotonic() < deadline_s, "the child saved no second checkpoint in 60 s"
-            time.sleep(0.01)
-    finally:
-        child.kill()
-        child.wait()
-    path = newest_complete(folder)
-    checkpoint = load_checkpoint(path)
-    assert checkpoint.extra == {"step": checkpoint.step}
-    assert checkpoint.optimizer["master/weight"].eq(checkpoint.step).all()
-    assert checkpoint.step >= 1
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {
+        "a": "model-00001-of-00002.safetensors",
+        "b": "model-00002-of-00002.safetensors",
+    }
+    assert verify_checkpoint(path).files.keys() >= set(index["weight_map"].values())
