@@ -48,6 +48,10 @@ class TrainerError(RlmixError):
     """The trainer met a non-finite or inconsistent number and stopped before using it."""
 
 
+class TrainerLostError(TrainerError):
+    """A trainer process is gone; what it had done is in the last checkpoint."""
+
+
 class DivergedError(RlmixError):
     """An alarm whose action is `stop` ended the run; its checkpoint is written."""
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlmix.core.errors import TrainerError
+from rlmix.numerics.consistent.reduction import flat_of, parts_of
 from rlmix.trainer.spec import OptimizerSpec
 
 ADAM_EPS = 1e-8
@@ -33,18 +34,9 @@ class MasterOptimizer:
         self._model = dict(parameters)
         self._masters = {name: p.detach().float().clone() for name, p in parameters.items()}
         self._gradients = {name: torch.zeros_like(m) for name, m in self._masters.items()}
-        self._optimizer = _BUILDERS.get(spec.name, _unknown)(self._parameter_groups(), spec)
+        self._optimizer = build_optimizer(self._masters, spec)
         self.num_steps = 0
         """Optimizer steps taken, which the warm-up counts."""
-
-    def _parameter_groups(self) -> list[dict[str, object]]:
-        decayed = [m for m in self._masters.values() if m.dim() >= MATRIX_DIM]
-        plain = [m for m in self._masters.values() if m.dim() < MATRIX_DIM]
-        groups = [
-            {"params": decayed, "weight_decay": self._spec.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
-        ]
-        return [group for group in groups if group["params"]]
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -60,6 +52,22 @@ class MasterOptimizer:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def take_sum(self) -> Tensor:
+        """The sums so far as one vector, and begin again with zeros: one leaf of a tree."""
+        flat = flat_of(self._gradients)
+        for gradient in self._gradients.values():
+            gradient.zero_()
+        return flat
+
+    def put_sum(self, flat: Tensor | None) -> None:
+        """Make a vector as of `take_sum` the sums; None counts as zeros."""
+        parts = {} if flat is None else parts_of(flat, self._gradients)
+        for name, gradient in self._gradients.items():
+            if flat is None:
+                gradient.zero_()
+            else:
+                gradient.copy_(parts[name])
 
     def grad_norm(self) -> float:
         """Global L2 norm of the accumulated gradient, before clipping."""
@@ -85,8 +93,7 @@ class MasterOptimizer:
 
     def learning_rate(self) -> float:
         """The rate of the next step."""
-        warmup = self._spec.warmup_steps
-        return self._spec.lr * min(1.0, (self.num_steps + 1) / warmup if warmup else 1.0)
+        return warmed_up(self._spec, self.num_steps)
 
     @torch.no_grad()
     def _round_into_model(self) -> None:
@@ -102,6 +109,10 @@ class MasterOptimizer:
         state["num_steps"] = torch.tensor(self.num_steps, dtype=torch.int64)
         return state
 
+    def full_state(self) -> dict[str, Tensor]:
+        """The same; a sharded optimizer puts its shards together here."""
+        return self.state()
+
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `state`, which must fit parameter by parameter.
@@ -111,13 +122,11 @@ class MasterOptimizer:
                 are not the loaded model (then model and optimizer come from different saves).
         """
         state = dict(state)
-        self.num_steps = int(_take(state, "num_steps", like=None))
+        self.num_steps = int(take(state, "num_steps", like=None))
         for name, master in self._masters.items():
-            master.copy_(_take(state, f"master/{name}", like=master))
+            master.copy_(take(state, f"master/{name}", like=master))
             self._optimizer.state[master] = {
-                kind: _take(
-                    state, f"{kind}/{name}", like=master if kind != "step" else None
-                ).clone()
+                kind: take(state, f"{kind}/{name}", like=master if kind != "step" else None).clone()
                 for kind in (MOMENTS[self._spec.name] if self.num_steps else ())
             }
         if state:
@@ -133,7 +142,29 @@ class MasterOptimizer:
                 )
 
 
-def _take(state: dict[str, Tensor], key: str, *, like: Tensor | None) -> Tensor:
+def build_optimizer(masters: Mapping[str, Tensor], spec: OptimizerSpec) -> torch.optim.Optimizer:
+    """Torch's optimizer over float32 masters; weight decay on matrices only.
+
+    Raises:
+        TrainerError: unknown name.
+    """
+    decayed = [master for master in masters.values() if master.dim() >= MATRIX_DIM]
+    plain = [master for master in masters.values() if master.dim() < MATRIX_DIM]
+    groups: list[dict[str, object]] = [
+        {"params": decayed, "weight_decay": spec.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    return _BUILDERS.get(spec.name, _unknown)([g for g in groups if g["params"]], spec)
+
+
+def warmed_up(spec: OptimizerSpec, num_steps: int) -> float:
+    """Learning rate of the step after `num_steps` steps."""
+    warmup = spec.warmup_steps
+    return spec.lr * min(1.0, (num_steps + 1) / warmup if warmup else 1.0)
+
+
+def take(state: dict[str, Tensor], key: str, *, like: Tensor | None) -> Tensor:
+    """Remove a tensor from a checkpoint's state; TrainerError when it is not there or unlike."""
     if key not in state:
         raise TrainerError(f"trainer: the checkpoint's optimizer lacks {key}")
     value = state.pop(key)

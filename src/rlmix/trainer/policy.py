@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +24,12 @@ from rlmix.algos.support import Support, kept_mask, on_kept_set, on_vocabulary
 from rlmix.batch.packing import MicroBatch
 from rlmix.core.errors import TrainerError
 from rlmix.trainer.routing import Routers, RoutingTally
+from rlmix.trainer.sharded import shard_model, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+T = TypeVar("T")
 
 LONG_ATTENTION = "sdpa"
 SHORT_ATTENTION = "eager"
@@ -77,6 +80,7 @@ class Policy:
         if head is None:
             raise TrainerError(f"trainer: {type(model).__name__} has no language-model head")
         self._head: Any = head
+        self._is_sharded = False
         self._check_head()
         self._routers = Routers(model) if replays_routing else None
 
@@ -135,6 +139,27 @@ class Policy:
         """Layers and experts per token that sessions must record; None: none are replayed."""
         return None if self._routers is None else self._routers.record_shape
 
+    def shard(self, mesh: Any, *, offloads: bool = False) -> None:
+        """Cut the model over the ranks of `mesh`; from here on all ranks compute in step."""
+        shard_model(self.model, mesh=mesh, offloads=offloads)
+        self._is_sharded = True
+
+    def gathered(self, body: Callable[[], T]) -> T:
+        """`body()`, in which the model's forward and its head may be used together: only there are
+        the parameters of a sharded model that lie outside its layers.
+
+        Its result must be tensors, or tuples and lists of them: FSDP2 looks for gradients there.
+        """
+        if not self._is_sharded:
+            return body()
+        root: Any = self.model
+        found: T = root.run_gathered(body)
+        if not torch.is_grad_enabled():
+            # A backward pass gives the gathered weights back; without one they would stay, and be
+            # those of before the next optimizer step.
+            root.reshard()
+        return found
+
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Trainable parameters by name, tied ones once."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -182,12 +207,17 @@ class Policy:
         kept sets and `replay`, renormalised on them; with a head, or without `replay`, over
         the whole vocabulary (then kept sets give no support: p and q would not share one).
         """
-        hidden_BTH, routing = self._replayed_hidden(batch)
         rows_P, cols_P = torch.from_numpy(batch.rows_P), torch.from_numpy(batch.cols_P)
         asked = _Asked.of(batch)
-        found = self.scores(
-            hidden_BTH[rows_P, cols_P - 1], asked.ids_PK, asked.is_slot_PK, temperature=temperature
-        )
+
+        def body() -> tuple[Tensor, Tensor, Tensor, RoutingTally | None]:
+            hidden_BTH, routing = self._replayed_hidden(batch)
+            hidden_PH = hidden_BTH[rows_P, cols_P - 1]
+            found = self.scores(hidden_PH, asked.ids_PK, asked.is_slot_PK, temperature=temperature)
+            return found.scores_PK, found.normaliser_P, found.entropy_P, routing
+
+        *parts, routing = self.gathered(body)
+        found = HeadScores(*parts)
         sampled_P = found.scores_PK[:, 0]
         entropy_P = found.entropy_P.detach()
         head = asked.head(found)
@@ -225,14 +255,17 @@ class Policy:
         Returns:
             float32 [length - 1] for each row: its tokens from 1 on.
         """
-        hidden_BTH = self.hidden(ids_BT)
-        found = []
-        for row, length in enumerate(lengths):
-            scores = self.scores(
-                hidden_BTH[row, : length - 1], ids_BT[row, 1:length, None], temperature=temperature
-            )
-            found.append(scores.scores_PK[:, 0] - scores.normaliser_P)
-        return found
+
+        def body() -> list[Tensor]:
+            hidden_BTH = self.hidden(ids_BT)
+            found = []
+            for row, length in enumerate(lengths):
+                hidden_PH, ids_PK = hidden_BTH[row, : length - 1], ids_BT[row, 1:length, None]
+                scores = self.scores(hidden_PH, ids_PK, temperature=temperature)
+                found.append(scores.scores_PK[:, 0] - scores.normaliser_P)
+            return found
+
+        return self.gathered(body)
 
     def computed_otherwise(self, *, num_tokens: int) -> AbstractContextManager[None]:
         """For a while the plain attention for the fused one, or the other way round: the same
@@ -259,6 +292,8 @@ class Policy:
             name: tensor for name, tensor in self.model.state_dict().items() if name not in tied
         }
         with torch.no_grad():
+            if self._is_sharded:
+                state = {name: whole(tensor).to(torch.bfloat16) for name, tensor in state.items()}
             state = revert_weight_conversion(self.model, state)
             return {name: state[name].detach().clone().contiguous() for name in sorted(state)}
 

@@ -3,6 +3,9 @@
 A plain class that `launch` turns into an actor. The loop is its only caller and calls one method
 at a time; nothing here waits for anybody.
 
+With several ranks every one gets every call, in one order, and the same samples; each computes its
+share of the micro-batches, and all come to the same metrics and the same decisions.
+
 Invariants: a step that meets a non-finite number leaves weights, moments and counters as they
 were; three of those in a row stop the run; the policy version only grows.
 """
@@ -36,8 +39,11 @@ from rlmix.trainer.noise import noise_floor
 from rlmix.trainer.optimizer import MasterOptimizer
 from rlmix.trainer.policy import Policy
 from rlmix.trainer.routing import routing_metrics
+from rlmix.trainer.sharded import ShardedOptimizer
+from rlmix.trainer.shared_step import run_shared
 from rlmix.trainer.spec import StepResult, TrainerSpec
-from rlmix.trainer.step import PassResult, run_micro_batches, sequence_rule, step_denominator
+from rlmix.trainer.step import PassResult, sequence_rule
+from rlmix.trainer.world import World, alone, join, open_store
 from rlmix.weights.publish import PublishReport, publish_version
 
 POLICIES: Mapping[str, Callable[..., Policy]] = {
@@ -69,11 +75,30 @@ class TrainerRank:
                 "above 0"
             )
         self._spec = spec
-        self._loaded: tuple[Policy, MasterOptimizer] | None = None
+        self._world: World | None = None if spec.ranks > 1 else alone(spec.device)
+        self._store: Any = None
+        self._loaded: tuple[Policy, MasterOptimizer | ShardedOptimizer] | None = None
         self._model_files = Path()
         self._version = 0
         self._faults_in_a_row = 0
         self._num_faults = 0
+
+    def open_store(self) -> tuple[str, int]:
+        """Address at which all ranks `join`; asked of rank 0 alone."""
+        self._store, host, port = open_store(self._spec.host)
+        return host, port
+
+    def join(self, address: tuple[str, int]) -> None:
+        """Meet the other ranks; comes before `load` when there are any."""
+        self._settle_process()
+        self._world = join(
+            address,
+            rank=self._spec.rank,
+            size=self._spec.ranks,
+            device=self._spec.device,
+            host=self._spec.host,
+            store=self._store,
+        )
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Load a model folder (fresh start) or a checkpoint folder (resume).
@@ -91,7 +116,8 @@ class TrainerRank:
         checkpoint = load_checkpoint(folder) if is_checkpoint(folder) else None
         # A copy of our own: the folder loaded from may be a checkpoint that is deleted later.
         self._model_files = Path(self._spec.checkpoints_dir) / SIDE_FOLDER
-        copy_side_files(folder, self._model_files)
+        if self._spec.rank == 0:
+            copy_side_files(folder, self._model_files)
         policy = Policy.load(
             folder,
             attention=self._spec.attention,
@@ -99,7 +125,13 @@ class TrainerRank:
             replays_routing=self._spec.algo.routing_replay,
             make=POLICIES[self._spec.numerics],
         )
-        optimizer = MasterOptimizer(policy.parameters(), self._spec.optimizer)
+        optimizer: MasterOptimizer | ShardedOptimizer
+        world = self._joined()
+        if world.mesh is not None and not self._is_exact:
+            policy.shard(world.mesh)
+            optimizer = ShardedOptimizer(policy.parameters(), self._spec.optimizer)
+        else:
+            optimizer = MasterOptimizer(policy.parameters(), self._spec.optimizer)
         self._version = 0
         if checkpoint is not None:
             optimizer.load_state(checkpoint.optimizer)
@@ -140,14 +172,15 @@ class TrainerRank:
             raise TrainerError(f"trainer: step {step} has no samples; the loop must not call it")
         micro_batches = pack_samples(samples, max_tokens=self._spec.micro_batch_tokens)
         num_policy_tokens = sum(batch.sampled_P.size for batch in micro_batches)
-        with optimizer.accumulating():
-            result = run_micro_batches(
-                policy,
-                micro_batches,
-                self._spec.algo,
-                denominator=step_denominator(micro_batches, self._spec.algo),
-                trainer_version=self._version if version is None else version,
-            )
+        result = run_shared(
+            policy,
+            optimizer,
+            micro_batches,
+            self._spec.algo,
+            world=self._joined(),
+            is_exact=self._is_exact,
+            trainer_version=self._version if version is None else version,
+        )
         pool_names = pool_names_of(samples)
         metrics = {"loss/policy": result.loss} | result.sequence_metrics
         if result.facts is not None:
@@ -181,7 +214,7 @@ class TrainerRank:
 
     def _finish(
         self,
-        optimizer: MasterOptimizer,
+        optimizer: MasterOptimizer | ShardedOptimizer,
         result: PassResult,
         has_signal: bool,
         metrics: dict[str, float],
@@ -207,8 +240,8 @@ class TrainerRank:
         self._faults_in_a_row = 0
         return "", True
 
-    def publish(self, version: int) -> PublishReport:
-        """Write the current weights as `version` in every view.
+    def publish(self, version: int) -> PublishReport | None:
+        """Write the current weights as `version` in every view; None on ranks that do not write.
 
         Raises:
             WeightSyncError: see `weights.publish`.
@@ -220,15 +253,17 @@ class TrainerRank:
                 f"trainer: cannot publish version {version} after {self._version}; versions only "
                 "grow"
             )
-        report = publish_version(
-            policy.state(),
+        state = policy.state()
+        self._version = version
+        if self._spec.rank > 0:
+            return None
+        return publish_version(
+            state,
             version=version,
             store=Path(self._spec.weights_store),
             views=self._spec.views,
             model_files=self._model_files,
         )
-        self._version = version
-        return report
 
     def save(self, step: int, extra: Mapping[str, Any]) -> str:
         """Write `checkpoints/step_%06d`, then delete older ones; returns its path.
@@ -239,13 +274,16 @@ class TrainerRank:
         """
         policy, optimizer = self._parts()
         folder = Path(self._spec.checkpoints_dir)
+        model_state, optimizer_state = policy.state(), optimizer.full_state()
+        if self._spec.rank > 0:
+            return ""
         path = save_checkpoint(
             folder,
             step=step,
             version=self._version,
-            model_state=policy.state(),
+            model_state=model_state,
             model_files=self._model_files,
-            optimizer_state=optimizer.state(),
+            optimizer_state=optimizer_state,
             random_state=torch.get_rng_state(),
             extra=extra,
         )
@@ -305,7 +343,19 @@ class TrainerRank:
         torch.set_num_threads(self._spec.threads)
         torch.manual_seed(self._spec.seed)
 
-    def _parts(self) -> tuple[Policy, MasterOptimizer]:
+    @property
+    def _is_exact(self) -> bool:
+        return self._spec.numerics != "native"
+
+    def _joined(self) -> World:
+        if self._world is None:
+            raise TrainerError(
+                f"trainer: rank {self._spec.rank} of {self._spec.ranks} has not joined the others; "
+                "call join first"
+            )
+        return self._world
+
+    def _parts(self) -> tuple[Policy, MasterOptimizer | ShardedOptimizer]:
         if self._loaded is None:
             raise TrainerError("trainer: nothing is loaded yet; call load first")
         return self._loaded

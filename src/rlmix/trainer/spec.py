@@ -76,6 +76,13 @@ class TrainerSpec:
     numerics: str = "native"
     """`native`: Transformers' forward. `exact`: the consistent operators, which the pools use too;
     `exact_fp32`: the same without rounding activations to BF16."""
+    rank: int = 0
+    ranks: int = 1
+    """Processes that train one model together; above 1 each must `join` before it loads."""
+    device: str = "cpu"
+    """Anything else is an accelerator, one for each rank."""
+    host: str = "127.0.0.1"
+    """Address of this rank's machine that the others reach."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

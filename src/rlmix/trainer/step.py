@@ -59,6 +59,20 @@ def sequence_rule(algo: AlgoSpec) -> SequenceRule:
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchPass:
+    """What one micro-batch gave; picklable, so that ranks can exchange it."""
+
+    loss: float
+    """Its share: divided by the denominator of the whole step."""
+    failure: str
+    """Empty when the loss was finite; then the rest is there."""
+    facts: TokenFacts | None = None
+    heads: HeadFacts | None = None
+    dropped: DroppedSequences | None = None
+    routing: RoutingTally | None = None
+
+
 def run_micro_batches(
     policy: Policy,
     micro_batches: Sequence[MicroBatch],
@@ -69,66 +83,101 @@ def run_micro_batches(
 ) -> PassResult:
     """Forward all micro-batches, backward those with signal; gradients go where hooks put them.
 
+    Stops at the first that is not finite. Arguments and errors as of `run_micro_batch`.
+    """
+    passes: list[BatchPass] = []
+    for batch in micro_batches:
+        found = run_micro_batch(
+            policy, batch, algo, denominator=denominator, trainer_version=trainer_version
+        )
+        passes.append(found)
+        if found.failure:
+            break
+    return join_passes(micro_batches, passes)
+
+
+def run_micro_batch(
+    policy: Policy,
+    batch: MicroBatch,
+    algo: AlgoSpec,
+    *,
+    denominator: float,
+    trainer_version: int,
+    is_in_step: bool = False,
+) -> BatchPass:
+    """Forward one micro-batch, and backward if it has signal.
+
     Args:
-        denominator: as `step_denominator` gives it, summed over all ranks.
+        denominator: as `step_denominator` gives it for the step's micro-batches of all ranks.
         trainer_version: policy version of the weights in `policy`, for the tokens' lag.
+        is_in_step: other ranks compute with this one, so that the backward pass is made even
+            where the loss is not finite; the caller must then throw the gradients away.
     Raises:
         DataError: a token of a newer version than the trainer's.
     """
-    loss = 0.0
-    facts: list[TokenFacts] = []
-    heads: list[HeadFacts] = []
-    dropped: list[DroppedSequences | None] = []
-    routing: list[RoutingTally] = []
-    for batch in micro_batches:
-        lags_P = trainer_version - torch.from_numpy(batch.versions_P)
-        if bool((lags_P < 0).any()):
-            raise DataError(
-                f"trainer: sessions {batch.session_ids[:3]} hold tokens of version "
-                f"{batch.versions_P.max()}, but the trainer is at {trainer_version}"
-            )
-        with torch.set_grad_enabled(batch.needs_gradient):
-            terms, found = _terms(policy, batch, algo)
-            batch_loss = terms.loss_T.sum() / denominator
-        value = float(batch_loss.detach())
-        if not math.isfinite(value):
+    lags_P = trainer_version - torch.from_numpy(batch.versions_P)
+    if bool((lags_P < 0).any()):
+        raise DataError(
+            f"trainer: sessions {batch.session_ids[:3]} hold tokens of version "
+            f"{batch.versions_P.max()}, but the trainer is at {trainer_version}"
+        )
+    with torch.set_grad_enabled(batch.needs_gradient):
+        terms, found = _terms(policy, batch, algo)
+        batch_loss = terms.loss_T.sum() / denominator
+    value = float(batch_loss.detach())
+    is_finite = math.isfinite(value)
+    if batch.needs_gradient and (is_finite or is_in_step):
+        batch_loss.backward()
+    if not is_finite:
+        return BatchPass(loss=value, failure=_failure(batch, terms))
+    heads = None
+    if found.head is not None:
+        pools_H = torch.from_numpy(batch.pools_P[batch.head_tokens_H])
+        heads = _head_facts(found.head, pools_H, algo)
+    facts = TokenFacts(
+        log_ratios_T=terms.log_ratios_T,
+        weights_T=terms.weights_T,
+        outside_T=terms.outside_T,
+        entropy_T=found.entropy_P,
+        pools_T=torch.from_numpy(batch.pools_P),
+        lags_T=lags_P,
+        positions_T=torch.from_numpy(batch.cols_P),
+        sequences_T=torch.from_numpy(batch.sequences_P),
+        coeff_l1_T=terms.coeff_l1_T,
+        tail_ratio_T=terms.tail_ratio_T,
+    )
+    return BatchPass(
+        loss=value,
+        failure="",
+        facts=facts,
+        heads=heads,
+        dropped=terms.dropped,
+        routing=found.routing,
+    )
+
+
+def join_passes(micro_batches: Sequence[MicroBatch], passes: Sequence[BatchPass]) -> PassResult:
+    """A step out of its micro-batches, both in the same order.
+
+    Args:
+        passes: one for each micro-batch, or up to the first that failed.
+    """
+    for found in passes:
+        if found.failure:
             return PassResult(
-                loss=value,
+                loss=found.loss,
                 facts=None,
                 heads=None,
                 sequence_metrics={},
                 routing=(),
-                failure=_failure(batch, terms),
+                failure=found.failure,
             )
-        if batch.needs_gradient:
-            batch_loss.backward()
-        loss += value
-        dropped.append(terms.dropped)
-        if found.routing is not None:
-            routing.append(found.routing)
-        if found.head is not None:
-            pools_H = torch.from_numpy(batch.pools_P[batch.head_tokens_H])
-            heads.append(_head_facts(found.head, pools_H, algo))
-        facts.append(
-            TokenFacts(
-                log_ratios_T=terms.log_ratios_T,
-                weights_T=terms.weights_T,
-                outside_T=terms.outside_T,
-                entropy_T=found.entropy_P,
-                pools_T=torch.from_numpy(batch.pools_P),
-                lags_T=lags_P,
-                positions_T=torch.from_numpy(batch.cols_P),
-                sequences_T=torch.from_numpy(batch.sequences_P),
-                coeff_l1_T=terms.coeff_l1_T,
-                tail_ratio_T=terms.tail_ratio_T,
-            )
-        )
     return PassResult(
-        loss=loss,
-        facts=_joined(facts),
-        heads=_joined_heads(heads),
-        sequence_metrics=_sequence_metrics(micro_batches, dropped),
-        routing=tuple(routing),
+        loss=sum(found.loss for found in passes),
+        facts=_joined([found.facts for found in passes if found.facts is not None]),
+        heads=_joined_heads([found.heads for found in passes if found.heads is not None]),
+        sequence_metrics=_sequence_metrics(micro_batches, [found.dropped for found in passes]),
+        routing=tuple(found.routing for found in passes if found.routing is not None),
         failure="",
     )
 
