@@ -131,6 +131,7 @@ RULES: dict[str, Rule] = {
     "loop.max_staleness": at_least(0),
     "loop.eval_tasks": at_least(0),
     "loop.checkpoint_every": at_least(1),
+    "loop.min_step_s": at_least(0),
     "trainer.ranks": at_least(1),
     "trainer.device": TEXT,
     "trainer.lr": above(0),

@@ -16,6 +16,8 @@ class LoopConfig:
     """Held-out tasks of an evaluation; 0 evaluates nothing."""
     checkpoint_every: int
     """Steps between checkpoints; the last step always writes one."""
+    min_step_s: float
+    """The trainer's part of a step takes at least so long; stands in for a trainer of real size."""
 
 
 @dataclass(kw_only=True, slots=True)

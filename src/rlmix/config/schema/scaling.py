@@ -47,6 +47,8 @@ class ScalingConfig:
     """Rules of the policy (`scaling.policy`), and its limit of money. Floors and ceilings are the
     pools', quotas the inventory's."""
 
+    auto: bool
+    """The policy changes the pools of a run by itself."""
     budget_usd_per_hour: float | None
     """Of all replicas together; None: no limit."""
     headroom_frac: float
