@@ -294,12 +294,13 @@ def _read_shards(folder: Path, tensors: "dict[str, Tensor]") -> None:
 def _shard_sizes(folder: Path, prefix: str) -> dict[str, tuple[Any, Any]]:
     """Name without prefix -> (whole shape, dtype)."""
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     metadata = dcp.FileSystemReader(folder / SHARDS).read_metadata()
     return {
         name.removeprefix(prefix): (entry.size, entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
-        if name.startswith(prefix)
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
 
 
