@@ -20,6 +20,14 @@ class PreparedRepository:
     folder: str
     commit: str
     """The base in it; part of a template's identity, so a folder made anew is not mixed up."""
+    workdir: str = ""
+    """Where the task's own commands expect the repository; empty: wherever the sandbox has it."""
+    image: str = ""
+    """Name of its image, for container engines; empty: the one of `sandbox.image`."""
+    rootfs: str = ""
+    """Its unpacked image on this machine, for namespaces; empty: the machine's own programs."""
+    writable: tuple[str, ...] = ()
+    """Absolute folders outside of the repository that tests write to: empty at the start."""
 
 
 Repository = tuple[Commit, ...] | PreparedRepository

@@ -37,6 +37,8 @@ class BackendSpec:
     image: str | None
     servers: tuple[str, ...]
     allow_weak: bool
+    has_images: bool
+    """Tasks come with images of their own, so a container engine needs no common one."""
 
 
 class Opening(SandboxBackend, Protocol):
@@ -87,7 +89,7 @@ async def open_weak(spec: BackendSpec) -> SandboxBackend:
 
 def _engine_opener(name: str) -> Opener:
     async def open_engine(spec: BackendSpec) -> SandboxBackend:
-        engine, program, image = find_engine(name, spec.image)
+        engine, program, image = find_engine(name, spec.image, has_images=spec.has_images)
         make_folder(spec.folder)
         backend = ContainerBackend(
             name=name,
@@ -160,12 +162,14 @@ async def open_backend(
     servers: tuple[str, ...] = (),
     allow_weak: bool = False,
     allow_unisolated: bool = False,
+    has_images: bool = False,
 ) -> SandboxBackend:
     """A backend that is ready to create sandboxes.
 
     Args:
         name: of `BACKENDS`, or `auto`: `namespaces`, else what may stand in for it.
         scratch_dir: existing folder for templates and shared files; fast storage helps.
+        has_images: tasks come with images of their own; a container engine needs no `image` then.
         run_id: marks every process and folder, so that `reap` finds them.
         image: what container engines start.
         servers: URLs for `remote`.
@@ -203,6 +207,7 @@ async def open_backend(
                     image=image,
                     servers=servers,
                     allow_weak=allow_weak,
+                    has_images=has_images,
                 )
             )
             if errors and isinstance(backend, LaunchedBackend):

@@ -8,6 +8,7 @@ import os
 import shutil
 import site
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlmix.core.errors import SandboxError
@@ -18,6 +19,7 @@ STATIC = "/run/rlmix/static"
 BASE = "/run/rlmix/base"
 SCRATCH = "/tmp/.rlmix"
 HOME = "/tmp"
+DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
 INNER_ID = "1000"
 SHM_BYTES = 16 << 20
 """/dev/shm, for semaphores of multiprocessing."""
@@ -80,9 +82,17 @@ def _hidden_folders(prefix: str) -> list[str]:
 # Every mount costs about 0.2 ms of CPU here, so there are few: /etc is a folder of ours, and
 # scratch lies below /tmp.
 def fixed_arguments(
-    bwrap: str, *, static: str, prefix: str, limits: SandboxLimits, is_root_outside: bool
+    bwrap: str,
+    *,
+    static: str,
+    prefix: str,
+    limits: SandboxLimits,
+    is_root_outside: bool,
+    system: Sequence[str] = (),
+    repo: str = REPO,
+    writable: Sequence[str] = (),
 ) -> list[str]:
-    """Everything but the template; built once per launcher.
+    """Everything but the template.
 
     Args:
         bwrap, static, prefix: program, shared files and interpreter as the launcher's children
@@ -90,6 +100,9 @@ def fixed_arguments(
         is_root_outside: no user id is dropped although the worker is root. Root owns the files
             of /proc (sysctls, interrupts), and owning is enough to write them, so all of /proc
             becomes read-only then.
+        system: options for the files of an image; empty takes this machine's programs.
+        repo: where the repository appears.
+        writable: folders that start empty and can be written to, beside /tmp.
     """
     inner_prefix = interpreter_prefix()
     disk = str(limits.disk_mib << 20)
@@ -100,19 +113,15 @@ def fixed_arguments(
         *("--unshare-cgroup-try", "--hostname", "sandbox"),
         *("--uid", INNER_ID, "--gid", INNER_ID, "--clearenv", "--new-session"),
         *("--die-with-parent", "--as-pid-1"),
-        *("--ro-bind", "/usr", "/usr"),
+        *(system or _this_machine()),
     ]
-    for name in _SYSTEM_LINKS:
-        path = f"/{name}"
-        if os.path.islink(path):
-            args += ["--symlink", os.readlink(path), path]
-        elif os.path.isdir(path):
-            args += ["--ro-bind", path, path]
     if not inner_prefix.startswith("/usr"):
         args += ["--ro-bind", prefix, inner_prefix]
     for folder in _hidden_folders(inner_prefix):
         args += ["--size", "4096", "--tmpfs", folder]
-    args += ["--ro-bind", static, STATIC, "--symlink", f"{STATIC}/etc", "/etc"]
+    args += ["--ro-bind", static, STATIC]
+    if not system:
+        args += ["--symlink", f"{STATIC}/etc", "/etc"]
     args += ["--dir", "/sys", "--proc", "/proc", "--dev", "/dev"]
     if is_root_outside:
         args += ["--remount-ro", "/proc"]
@@ -120,17 +129,51 @@ def fixed_arguments(
     args += ["--size", "4096", "--perms", "0555", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]
     args += ["--size", str(SHM_BYTES), "--perms", "1777", "--tmpfs", "/dev/shm"]
     args += ["--remount-ro", "/dev"]
-    for folder in (REPO, HOME):
+    for folder in (HOME, repo, *writable):
         args += ["--size", disk, "--perms", "1777", "--tmpfs", folder]
     return [*args, "--dir", SCRATCH]
 
 
-def arguments(fixed: list[str], template: str) -> list[str]:
-    """The whole command line for a sandbox of the template folder `template`."""
-    loop = ["/bin/bash", "--norc", "--noprofile", f"{STATIC}/loop.sh", REPO, BASE, SCRATCH, HOME]
+def _this_machine() -> list[str]:
+    args = ["--ro-bind", "/usr", "/usr"]
+    for name in _SYSTEM_LINKS:
+        path = f"/{name}"
+        if os.path.islink(path):
+            args += ["--symlink", os.readlink(path), path]
+        elif os.path.isdir(path):
+            args += ["--ro-bind", path, path]
+    return args
+
+
+def check_place(path: str, *, has_image: bool) -> None:
+    """Refuse a mount where the sandbox's own files are.
+
+    Raises:
+        SandboxError: the path says no place of its own.
+    """
+    tops = {"proc", "sys", "dev", "run"} | (set() if has_image else {"usr", "etc", *_SYSTEM_LINKS})
+    parts = path.split("/")
+    is_plain = path.startswith("/") and all(part not in ("", ".", "..") for part in parts[1:])
+    if not is_plain or parts[1] in tops or path == HOME:
+        raise SandboxError(
+            f"sandbox: {path} of a task cannot be a folder of its own"
+            + ("" if has_image else " without its unpacked image")
+        )
+
+
+def arguments(
+    fixed: list[str], template: str, *, repo: str = REPO, env: Sequence[str] = ()
+) -> list[str]:
+    """The whole command line for a sandbox of the template folder `template`.
+
+    Args:
+        env: NAME=VALUE for commands, beside what all sandboxes have.
+    """
+    loop = ["/bin/bash", "--norc", "--noprofile", f"{STATIC}/loop.sh", repo, BASE, SCRATCH, HOME]
     return [
         *fixed,
         *("--seccomp", FILTER_FD),
-        *("--ro-bind", template, BASE, "--remount-ro", "/", "--chdir", REPO, "--"),
+        *("--ro-bind", template, BASE, "--remount-ro", "/", "--chdir", repo, "--"),
         *loop,
+        *env,
     ]

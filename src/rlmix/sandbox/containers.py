@@ -14,15 +14,16 @@ import secrets
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlmix.core.errors import ConfigError, SandboxError
-from rlmix.core.task import Commit
+from rlmix.core.task import Commit, PreparedRepository
 from rlmix.sandbox import wire
 from rlmix.sandbox.bubblewrap import BASE, HOME, REPO, SCRATCH, SHM_BYTES, STATIC
 from rlmix.sandbox.cgroups import Group
 from rlmix.sandbox.launched import LaunchedBackend
+from rlmix.sandbox.layers import Change, changes_in, engine_mounts
 from rlmix.sandbox.link import RUN_MARK
 from rlmix.sandbox.output import OutputRing
 from rlmix.sandbox.placement import Placement
@@ -80,6 +81,17 @@ class ContainerSpec:
     static: str
     template: str
     limits: SandboxLimits
+    repo: str = REPO
+    """Where the task's own commands expect the repository."""
+    writable: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+    """What is seen otherwise than the image has it."""
+
+    @property
+    def mounts(self) -> tuple[str, ...]:
+        return tuple(
+            engine_mounts(self.changes, overlay=f"{self.template}/overlay", static=self.static)
+        )
 
 
 CommandLine = Callable[[ContainerSpec, list[str]], list[str]]
@@ -99,10 +111,15 @@ def docker_command(spec: ContainerSpec, inside: list[str]) -> list[str]:
         *("--memory", memory, "--memory-swap", memory, "--pids-limit", str(limits.pids + 1)),
         *cpus,
         *("--shm-size", str(SHM_BYTES), "--ulimit", "core=0", "--ulimit", "nofile=512"),
-        *("--tmpfs", f"{REPO}:{tmpfs}", "--tmpfs", f"{HOME}:{tmpfs}"),
+        *_each("--tmpfs", [f"{folder}:{tmpfs}" for folder in (spec.repo, HOME, *spec.writable)]),
+        *spec.mounts,
         *("--volume", f"{spec.static}:{STATIC}:ro", "--volume", f"{spec.template}:{BASE}:ro"),
         *("--workdir", "/", "--entrypoint", inside[0], spec.image, *inside[1:]),
     ]
+
+
+def _each(option: str, values: list[str]) -> list[str]:
+    return [word for value in values for word in (option, value)]
 
 
 def apptainer_command(spec: ContainerSpec, inside: list[str]) -> list[str]:
@@ -114,7 +131,9 @@ def apptainer_command(spec: ContainerSpec, inside: list[str]) -> list[str]:
         *("--net", "--network", "none", "--hostname", "sandbox"),
         *("--memory", f"{limits.memory_mib}M", "--pids-limit", str(limits.pids + 4), *cpus),
         *("--bind", f"{spec.static}:{STATIC}:ro", "--bind", f"{spec.template}:{BASE}:ro"),
-        *("--scratch", REPO, "--scratch", HOME, "--pwd", "/", spec.image, *inside),
+        *_each("--scratch", [spec.repo, HOME, *spec.writable]),
+        *spec.mounts,
+        *("--pwd", "/", spec.image, *inside),
     ]
 
 
@@ -144,44 +163,86 @@ class ContainerBackend(LaunchedBackend):
         name: str,
         engine: Engine,
         program: str,
-        image: str,
+        image: str | None,
         limits: SandboxLimits,
         folder: Path,
         run_id: str,
     ) -> None:
+        """
+        Args:
+            image: of tasks that have none of their own; None: all have one.
+        """
         super().__init__(limits=limits, folder=folder, run_id=run_id, uids=None)
         self.name = name
         self._engine = engine
         self._program = program
         self._image = image
-        self._login_path = DEFAULT_PATH
+        self._login_paths: dict[str, str] = {}
+        """Image that was looked at -> its login shell's PATH."""
+        self._looking = asyncio.Lock()
+        self._changes: dict[Path, tuple[Change, ...]] = {}
         self._removers: list[subprocess.Popen[bytes]] = []
 
     async def open(self) -> None:
-        """Ask the image for its login shell's PATH, then look around in one container."""
+        """Look at the image of tasks without one of their own; the others when they come."""
         if self._engine.has_exec:
             (self._folder / ENGINE_LIST).write_text(f"{self._program}\n")
-        self._login_path = await self._ask_login_path()
         self._write_static(inside=STATIC, has_pids_limit=False)
         if self.name == "apptainer":
             self.warnings += ("sandbox.disk_mib has no effect with apptainer",)
-        sandbox = await self.create(await self.prepare(_PROBE_HISTORY))
+        if self._image is not None:
+            await self._ensure_launcher()
+            await self._before(await self.prepare(_PROBE_HISTORY))
+
+    async def _before(self, template: RepositoryTemplate) -> None:
+        """The image's PATH and its isolation, once per image; the overlay, once per template."""
+        if template.path not in self._changes:
+            self._changes[template.path] = await asyncio.to_thread(
+                changes_in, template.path / "overlay"
+            )
+        image = self._image_of(template)
+        async with self._looking:
+            if image not in self._login_paths:
+                path = await self._ask_login_path(image)
+                await self._look_around(image, path)
+                self._login_paths[image] = path
+
+    def _image_of(self, template: RepositoryTemplate) -> str:
+        named = "" if template.prepared is None else template.prepared.image
+        if not named and not self._image:
+            raise SandboxError(
+                f"sandbox.backend={self.name}: the task names no image; set sandbox.image to one "
+                f"that has bash, git and {wire.PYTHON}"
+            )
+        return named or str(self._image)
+
+    async def _look_around(self, image: str, path: str) -> None:
+        probe = await self.prepare(_PROBE_HISTORY)
+        stand_in = PreparedRepository(folder="", commit=probe.base_commit, image=image)
+        template = replace(probe, prepared=stand_in)
+        self._login_paths[image] = path
+        self._changes[probe.path] = ()
+        sandbox = await self._start(template)
         try:
             result = await sandbox.run(_PROBE, timeout_s=ENGINE_TIMEOUT_S)
             faults = result.output.split()
             if faults or result.exit_code != 0:
                 raise SandboxError(
                     f"sandbox.backend={self.name}: not isolated or not usable with image "
-                    f"{self._image}: {' '.join(faults) or result.exit_code}"
+                    f"{image}: {' '.join(faults) or result.exit_code}"
                 )
+        except BaseException:
+            del self._login_paths[image]
+            raise
         finally:
             await sandbox.destroy()
 
-    async def _ask_login_path(self) -> str:
+    async def _ask_login_path(self, image: str) -> str:
         """PATH as the image's own profile sets it; images lose their ENV when they are copied."""
         # Nothing of ours is there yet, so the empty folder stands for the template as well.
         static = str(self._folder / "static")
-        argv = self._command_line(f"rlmix_{secrets.token_hex(6)}", static, ["-lc", _LOGIN_PATH])
+        spec = self._spec(f"rlmix_{secrets.token_hex(6)}", static, image)
+        argv = self._engine.command(spec, ["/bin/bash", "-lc", _LOGIN_PATH])
         try:
             done = await asyncio.to_thread(
                 subprocess.run, argv, stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -190,37 +251,48 @@ class ContainerBackend(LaunchedBackend):
         except (OSError, subprocess.SubprocessError) as error:
             said = str(getattr(error, "stderr", "") or error).strip().splitlines() or ["no reason"]
             raise SandboxError(
-                f"sandbox.backend={self.name}: cannot start image {self._image}: {said[0]} Start "
-                f"the engine, and get the image with `{self.name} pull {self._image}`"
+                f"sandbox.backend={self.name}: cannot start image {image}: {said[0]} Start "
+                f"the engine, and get the image with `{self.name} pull {image}`"
             ) from None
         # A profile may print greetings; the path is the last line.
         return (done.stdout.strip().splitlines() or [DEFAULT_PATH])[-1]
 
-    def _command_line(self, name: str, template: str, bash: list[str]) -> list[str]:
-        spec = ContainerSpec(
+    def _spec(self, name: str, template: str, image: str) -> ContainerSpec:
+        return ContainerSpec(
             program=self._program,
-            image=self._image,
+            image=image,
             name=name,
             run_id=self._run_id,
             static=str(self._folder / "static"),
             template=template,
             limits=self._limits,
         )
-        (self._folder / "static").mkdir(exist_ok=True)
-        return self._engine.command(spec, ["/bin/bash", *bash])
 
     @property
     def _static_options(self) -> StaticOptions:
-        return StaticOptions(path=self._login_path, is_stdio=True)
+        return StaticOptions(is_stdio=True)
 
     def _placement(
         self, template: RepositoryTemplate, uid: int | None, group: Group | None
     ) -> Placement:
         name = f"rlmix_{secrets.token_hex(8)}"
-        loop = ["--norc", "--noprofile", f"{STATIC}/loop.sh", REPO, BASE, SCRATCH, HOME]
+        prepared, image = template.prepared, self._image_of(template)
+        spec = self._spec(name, str(template.path), image)
+        if prepared is not None:
+            spec = replace(
+                spec,
+                repo=prepared.workdir or REPO,
+                writable=prepared.writable,
+                changes=self._changes[template.path],
+            )
+        loop = [
+            *("/bin/bash", "--norc", "--noprofile", f"{STATIC}/loop.sh"),
+            *(spec.repo, BASE, SCRATCH, HOME),
+            f"PATH={STATIC}/bin:{self._login_paths[image]}",
+        ]
         kept = ("PATH", "HOME", "DOCKER_HOST", "DOCKER_CONTEXT", "XDG_RUNTIME_DIR")
         return Placement(
-            argv=self._command_line(name, str(template.path), loop),
+            argv=self._engine.command(spec, loop),
             env={
                 **{key: os.environ[key] for key in kept if key in os.environ},
                 RUN_MARK: self._run_id,
@@ -231,7 +303,7 @@ class ContainerBackend(LaunchedBackend):
             is_stdio=True,
             container=name,
             settle_s=SETTLE_S,
-            repo=REPO,
+            repo=spec.repo,
             base=BASE,
             home=HOME,
             base_commit=template.base_commit,
@@ -293,15 +365,20 @@ class ContainerSandbox(ShellSandbox):
         return PythonResult(report=report, output=ring.text()[0], exit_code=process.returncode or 0)
 
 
-def find_engine(name: str, image: str | None) -> tuple[Engine, str, str]:
-    """(engine, path of its client, image).
+def find_engine(
+    name: str, image: str | None, *, has_images: bool = False
+) -> tuple[Engine, str, str | None]:
+    """(engine, path of its client, image of tasks without one).
+
+    Args:
+        has_images: tasks come with images of their own.
 
     Raises:
-        ConfigError: no image is named.
+        ConfigError: no image is named, and tasks have none.
         SandboxError: the engine's client is not installed.
     """
     engine = ENGINES[name]
-    if not image:
+    if not image and not has_images:
         raise ConfigError(
             f"sandbox.backend={name}: sandbox.image is not set; name an image that has bash, git "
             f"and {wire.PYTHON}"

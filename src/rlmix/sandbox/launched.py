@@ -54,6 +54,24 @@ class LaunchedBackend(ABC):
     async def _after_launch(self) -> None:  # noqa: B027
         """Prepare a fresh launcher."""
 
+    async def _before(self, template: RepositoryTemplate) -> None:
+        """Make ready what a sandbox of `template` needs; the launcher is there.
+
+        Raises:
+            SandboxError: this backend cannot give it.
+        """
+        if template.has_machine:
+            assert template.prepared is not None
+            what = (
+                f"its image {template.prepared.rootfs}"
+                if template.prepared.rootfs
+                else (f"folders of its own ({', '.join(template.prepared.writable)})")
+            )
+            raise SandboxError(
+                f"sandbox.backend={self.name}: the task {template.prepared.folder} needs {what}; "
+                "allowed for it: namespaces, docker, podman"
+            )
+
     @abstractmethod
     def _placement(
         self, template: RepositoryTemplate, uid: int | None, group: Group | None
@@ -120,6 +138,10 @@ class LaunchedBackend(ABC):
     async def create(self, template: Template) -> ShellSandbox:
         assert isinstance(template, RepositoryTemplate)
         await self._ensure_launcher()
+        await self._before(template)
+        return await self._start(template)
+
+    async def _start(self, template: RepositoryTemplate) -> ShellSandbox:
         uid = self._uids.take()
         try:
             group = self._groups.take()

@@ -58,16 +58,31 @@ confine = load_beside("confine")
 libc, check = confine.libc, confine.check
 
 
+covered: dict[str, int] = {}
+"""Folder that was covered -> descriptor of what lies below the cover."""
+
+
+def uncovered(path: str) -> str:
+    """A way to `path` that leads past the covers."""
+    for folder, fd in covered.items():
+        if path.startswith(f"{folder}/"):
+            return f"/proc/self/fd/{fd}/{path[len(folder) + 1 :]}"
+    return path
+
+
 def stage(sources: list[tuple[str, str]], covers: list[str]) -> None:
     """Cover the folders `covers`, and bind each (folder, target) for this process's children only.
 
     A sandbox runs as a user id that may not walk into /root or into the run's folder; root binds
-    them where that id can walk.
+    them where that id can walk. Without covers it adds to what was staged before.
     """
-    check(libc.unshare(CLONE_NEWNS), "unshare(CLONE_NEWNS)")
-    check(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None), "mount --make-rprivate /")
-    folders = [(os.open(path, os.O_PATH | os.O_DIRECTORY), target) for path, target in sources]
+    if covers:
+        check(libc.unshare(CLONE_NEWNS), "unshare(CLONE_NEWNS)")
+        check(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None), "mount --make-rprivate /")
+    flags = os.O_PATH | os.O_DIRECTORY
+    folders = [(os.open(uncovered(path), flags), target) for path, target in sources]
     for path in covers:
+        covered[path] = os.open(path, flags)
         options, flags = b"mode=755,size=1m", MS_NOSUID | MS_NODEV
         check(libc.mount(b"tmpfs", path.encode(), b"tmpfs", flags, options), f"tmpfs on {path}")
     for fd, target in folders:
@@ -204,6 +219,8 @@ def become_python(request: dict, fds: list[int]) -> int:
     """In a forked child: enter the sandbox, fork into its pid namespace, wait for that child."""
     reset_signals()
     source, report, output = fds
+    for fd in covered.values():
+        os.close(fd)
     confine.join_groups(request["groups"])
     if request["rules"] is not None:
         return supervised(lambda: run_python(request, source, report, output))

@@ -40,6 +40,8 @@ class Placement:
     """Control on descriptors 0 and 1 and output on 2, for the client of a container engine."""
     container: str = ""
     """Its name at a container engine."""
+    path: str = "/usr/local/bin:/usr/bin:/bin"
+    """PATH of programs of ours that run beside it."""
     settle_s: float = 0.0
     """How much later than its exit status a command's last output may arrive."""
     limits: dict[str, int] = field(default_factory=dict)
@@ -72,7 +74,7 @@ class Placement:
     ) -> dict[str, object]:
         """A fork of the launcher in the sandbox whose first process is `pid`."""
         env = {
-            "PATH": "/usr/local/bin:/usr/bin:/bin",
+            "PATH": self.path,
             "HOME": self.home,
             "TMPDIR": self.home,
             "LANG": "C.UTF-8",

@@ -67,6 +67,13 @@ class RepositoryTemplate:
 
     path: Path
     base_commit: str
+    prepared: PreparedRepository | None = None
+    """What it was copied from; None for a history."""
+
+    @property
+    def has_machine(self) -> bool:
+        """It needs files outside of the repository that are not this machine's."""
+        return self.prepared is not None and bool(self.prepared.rootfs or self.prepared.writable)
 
 
 def fast_import_stream(history: tuple[Commit, ...]) -> bytes:
@@ -115,7 +122,7 @@ class TemplateStore:
     async def get(self, repository: Repository) -> RepositoryTemplate:
         """The template of a repository; concurrent callers share one build."""
         if isinstance(repository, PreparedRepository):
-            stream = f"{repository.folder}\n{repository.commit}".encode()
+            stream = repr(repository).encode("utf-8", "surrogateescape")
         else:
             stream = fast_import_stream(repository)
         key = hashlib.sha256(stream).hexdigest()[:24]
@@ -165,7 +172,9 @@ def copy_prepared(path: Path, prepared: PreparedRepository) -> RepositoryTemplat
     shutil.rmtree(path, ignore_errors=True)
     source = Path(prepared.folder)
     try:
-        for name in ("repo", "capture"):
+        for name in ("repo", "capture", "overlay"):
+            if name == "overlay" and not (source / name).is_dir():
+                continue
             shutil.copytree(source / name, path / name, symlinks=True, copy_function=_link)
         path.chmod(0o755)
     except (OSError, shutil.Error) as error:
@@ -173,7 +182,7 @@ def copy_prepared(path: Path, prepared: PreparedRepository) -> RepositoryTemplat
             f"sandbox: the prepared repository {source} cannot be copied to {path}: {error}; run "
             "`rlmix tasks prepare` again, or put it where this machine can read it"
         ) from None
-    return RepositoryTemplate(path=path, base_commit=prepared.commit)
+    return RepositoryTemplate(path=path, base_commit=prepared.commit, prepared=prepared)
 
 
 def _link(source: str, target: str) -> None:

@@ -8,6 +8,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlmix.sandbox.layers import EMPTY_FILE, EMPTY_FOLDER
 from rlmix.sandbox.protocol import SandboxLimits
 
 SUBMIT = '#!/bin/sh\n: >"$RLMIX_SUBMIT"\n'
@@ -53,6 +54,8 @@ def write_static(
     folder.chmod(0o755)
     _write_etc(folder / "etc")
     (folder / "bin/submit").write_text(SUBMIT)
+    (folder / EMPTY_FILE).touch()
+    (folder / EMPTY_FOLDER).mkdir()
     for name in ("python", "python3") if options.interpreter else ():
         assert options.interpreter is not None
         (folder / "bin" / name).symlink_to(options.interpreter)
@@ -73,9 +76,10 @@ def write_static(
         head += STDIO
     body = Path(__file__).with_name("loop.sh").read_text()
     (folder / "loop.sh").write_text(head + body)
-    for name in (".", "bin", "bin/submit"):
+    for name in (".", "bin", "bin/submit", EMPTY_FOLDER):
         (folder / name).chmod(0o755)
-    (folder / "loop.sh").chmod(0o644)
+    for name in ("loop.sh", EMPTY_FILE):
+        (folder / name).chmod(0o644)
 
 
 def _write_etc(folder: Path) -> None:

@@ -55,7 +55,8 @@ def dump_repository(repository: Repository) -> dict[str, Any]:
 
 def load_repository(row: dict[str, Any]) -> Repository:
     if "prepared" in row:
-        return PreparedRepository(**row["prepared"])
+        row = row["prepared"]
+        return PreparedRepository(**{**row, "writable": tuple(row["writable"])})
     return tuple(Commit(**commit) for commit in row["history"])
 
 
