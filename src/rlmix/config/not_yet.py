@@ -21,12 +21,6 @@ def cannot_run_yet(config: TrainConfig) -> Iterator[Problem]:
             f"`rlmix tasks prepare {source} --path DATA --images DIR --out FOLDER`, check it with "
             f"`rlmix tasks check {source} --path FOLDER`, and set tasks.path=FOLDER",
         )
-    if config.trainer.ranks > 1:
-        yield Problem(
-            where=f"trainer.ranks={config.trainer.ranks}",
-            what="several trainer ranks arrive with the distributed trainer; this version trains "
-            "on one",
-        )
     if config.trainer.device != "cpu":
         yield Problem(
             where=f"trainer.device={config.trainer.device}",

@@ -10,6 +10,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rlmix.config.schema.train import TrainConfig
@@ -18,6 +19,8 @@ from rlmix.launch.ray import RayCluster
 from rlmix.loop.canaries import CanaryReferences
 from rlmix.loop.router_process import RouterProcess
 from rlmix.loop.specs import trainer_spec, worker_spec
+from rlmix.loop.trainer_ranks import TrainerRanks
+from rlmix.loop.trainer_recovery import RecoveringTrainer
 from rlmix.loop.workers import WorkerPool
 from rlmix.observe.run_dir import RunDir
 from rlmix.plan.build import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE
@@ -55,7 +58,7 @@ class Runtime:
 
     async def start_processes(self, model_dir: Path, views: tuple[str, ...]) -> None:
         """Router, Ray, trainer actor and task workers; nothing is loaded yet."""
-        config, run = self._config, self._run
+        run = self._run
         scratch = Path(tempfile.gettempdir())
         os.environ[TOKEN_VARIABLE] = self._token
         self._exit.callback(os.environ.pop, TOKEN_VARIABLE, None)
@@ -67,16 +70,7 @@ class Runtime:
         # the router starts meanwhile.
         self._cluster = RayCluster.start(run.run_id, num_cpus=LOGICAL_CPUS, log_dir=run.logs)
         self._exit.callback(self._cluster.stop)
-        self.trainer = self._cluster.spawn(
-            make_trainer,
-            name="trainer",
-            kwargs={
-                "spec": trainer_spec(
-                    config, checkpoints=run.checkpoints, store=run.weights, views=views
-                )
-            },
-            env=thread_limits(config.trainer.threads),
-        )
+        self.trainer = self._start_trainer(views)
         self._exit.callback(self.trainer.kill)
         url = await router.wait_ready()
         self.router = RouterAdmin(url, token=self._token)
@@ -132,6 +126,31 @@ class Runtime:
             num_workers=config.session.workers,
             session_limit_s=config.session.time_limit_s + SESSION_MARGIN_S,
             on_event=self._run.events.append,
+        )
+
+    def _start_trainer(self, views: tuple[str, ...]) -> Handle:
+        config, run, cluster = self._config, self._run, self._cluster
+        assert cluster is not None
+        spec = trainer_spec(config, checkpoints=run.checkpoints, store=run.weights, views=views)
+
+        def spawn(rank: int, incarnation: int) -> Handle:
+            name = "trainer" if spec.ranks == 1 else f"trainer-{rank}"
+            return cluster.spawn(
+                make_trainer,
+                name=name if incarnation == 1 else f"{name}-again-{incarnation}",
+                log_name=name,
+                kwargs={"spec": replace(spec, rank=rank)},
+                env=thread_limits(config.trainer.threads),
+            )
+
+        ranks = TrainerRanks(spawn, num_ranks=spec.ranks)
+        ranks.start()
+        return RecoveringTrainer(
+            ranks,
+            checkpoints=run.checkpoints,
+            max_restarts=config.launch.max_restarts,
+            restart_window_s=config.launch.restart_window_s,
+            on_event=run.events.append,
         )
 
     def _spawn_replica(self, spec: ReplicaSpec, incarnation: int) -> Handle:

@@ -61,6 +61,9 @@ def trainer_spec(
         views=tuple(views),
         pool_views={name: pool.weights for name, pool in config.pools.items()},
         numerics=_numerics(config),
+        ranks=trainer.ranks,
+        device=trainer.device,
+        host=config.net.bind,
     )
 
 

@@ -18,7 +18,6 @@ def test_everything_that_only_a_plan_serves_is_told_at_once() -> None:
     lines = refused("experiment=qwen36_b200")
     assert [line.split(":")[0] for line in lines] == [
         "tasks.path=null",
-        "trainer.ranks=32",
         "trainer.device=b200",
     ]
     assert "make one with `rlmix tasks prepare mimo" in lines[0]
