@@ -103,6 +103,7 @@ def request_of(
         rules=None,
         limits=limits,
         seed=config.run.seed,
+        batch_frac=assumed.batch_frac,
     )
     return Request(
         market=market,

@@ -80,9 +80,17 @@ class Replica:
         self._last_s = 0.0
 
     @property
+    def num_sessions(self) -> int:
+        return len(self.sessions)
+
+    @property
+    def mean_context_tokens(self) -> float:
+        """0 without sessions."""
+        return self.context_sum / len(self.sessions) if self.sessions else 0.0
+
+    @property
     def served(self) -> Served:
-        count = len(self.sessions)
-        return self.pool.table.at(count, self.context_sum / count if count else 1.0)
+        return self.pool.table.at(self.num_sessions, self.mean_context_tokens)
 
     def add(self, session: Session, *, now_s: float) -> None:
         self._advance(now_s)
@@ -155,7 +163,7 @@ class Pool:
         self._next_number = 0
 
     def new(self) -> Replica:
-        replica = Replica(f"{self.name}-{self._next_number}", self)
+        replica = self._make(f"{self.name}-{self._next_number}")
         self._next_number += 1
         self.replicas[replica.name] = replica
         return replica
@@ -169,12 +177,12 @@ class Pool:
         replica.state = ReplicaState.READY
         self.num_ready += 1
         self.is_changed = True
-        self._bucket(len(replica.sessions))[replica.name] = replica
-        self._lowest = min(self._lowest, len(replica.sessions))
+        self._bucket(replica.num_sessions)[replica.name] = replica
+        self._lowest = min(self._lowest, replica.num_sessions)
 
     def close(self, replica: Replica) -> None:
         if replica.state is ReplicaState.READY:
-            del self._bucket(len(replica.sessions))[replica.name]
+            del self._bucket(replica.num_sessions)[replica.name]
             self.num_ready -= 1
             self.is_changed = True
         replica.state = ReplicaState.DRAINING
@@ -184,7 +192,7 @@ class Pool:
         if replica.state is ReplicaState.READY:
             self.is_changed = True
             del self._open[before][replica.name]
-            now = len(replica.sessions)
+            now = replica.num_sessions
             self._bucket(now)[replica.name] = replica
             self._lowest = min(self._lowest, now)
 
@@ -195,6 +203,9 @@ class Pool:
                 return next(iter(bucket.values()))
             self._lowest += 1
         return None
+
+    def _make(self, name: str) -> Replica:
+        return Replica(name, self)
 
     def count(self, state: ReplicaState) -> int:
         return sum(one.state is state for one in self.replicas.values())
@@ -213,7 +224,6 @@ class Face:
 
     def __init__(self, replica: Replica) -> None:
         model, served = replica.pool.model, replica.served
-        count = len(replica.sessions)
         self.replica = replica
         self.name = replica.name
         self.pool = replica.pool.name
@@ -226,8 +236,8 @@ class Face:
         self.in_flight = round(served.in_flight)
         self.peers_in_flight = 0
         self.others = 0.0
-        self.num_sessions = count
-        self.mean_context_tokens = replica.context_sum / count if count else 0.0
+        self.num_sessions = replica.num_sessions
+        self.mean_context_tokens = replica.mean_context_tokens
         self.waiting_tokens = 0.0
         self.reserved_tokens = int(served.in_flight * self.mean_context_tokens)
         self.max_total_tokens: int | None = model.kv_tokens

@@ -117,7 +117,7 @@ class Scaler:
         others = (one for one in self._world.pools.values() if one.model.view == pool.model.view)
         is_alone = not any(
             one is not pool and one.count(ReplicaState.READY) for one in others
-        ) and any(one.sessions for one in pool.replicas.values())
+        ) and any(one.num_sessions for one in pool.replicas.values())
         count = max(len(loads), 1)
         return PoolSeen(
             name=pool.name,
@@ -148,7 +148,7 @@ class Scaler:
                 added[replica.name] = name
                 self._replicas[replica.name] = replica
             # Those with the fewest sessions go: they drain soonest.
-            idle = sorted(pool.ready(), key=lambda one: (len(one.sessions), one.name))
+            idle = sorted(pool.ready(), key=lambda one: (one.num_sessions, one.name))
             for replica in idle[: max(0, before[name] - target)]:
                 removed[replica.name] = name
                 self._replicas[replica.name] = replica
@@ -187,7 +187,7 @@ class Scaler:
             case Step.CLOSING:
                 replica.pool.close(replica)
             case Step.DRAINING:
-                if replica.sessions:
+                if replica.num_sessions:
                     return
             case Step.REHOMING:
                 world.rehome(replica)

@@ -67,11 +67,15 @@ class Trainer:
             self.buffered += 1
         if group.left:
             return False
+        self.completed(group)
+        return True
+
+    def completed(self, group: Group) -> None:
+        """All sessions of the group are over, and its valid ones are counted in `buffered`."""
         self._ready.append(group)
         self._ready_sessions += group.valid
         if self._is_stale(group):
             self._drop(self._ready.pop())
-        return True
 
     def begin_step(self, *, now_s: float) -> bool:
         """Start a step if enough is there."""

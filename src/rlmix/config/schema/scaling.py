@@ -31,6 +31,8 @@ class SimulateConfig:
     """By how much the trainer is faster in the middle third of the time."""
     max_sessions: int
     """Under way at a time."""
+    batch_frac: float
+    """Share of a session's time within which ends are taken together; 0: none are."""
     max_running: int | None
     """Requests of one replica, memory permitting; None: the pool's own."""
     prices: str
