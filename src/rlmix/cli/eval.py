@@ -2,12 +2,10 @@
 
 import asyncio
 import contextlib
-import hashlib
-import os
-import platform
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,11 +16,9 @@ from rlmix.cli.options import AsJson, ConfDir, Overrides
 from rlmix.core.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from rlmix.config.schema.train import TrainConfig
-    from rlmix.evals.attempts import Attempts, Progress
-    from rlmix.evals.score import Score
+    from rlmix.evals.attempts import Progress
+    from rlmix.evals.run import EvalRequest
     from rlmix.tasks.benchmark import Benchmark
 
 app = typer.Typer(help="Judge a checkpoint, or diffs made elsewhere.", no_args_is_help=True)
@@ -30,9 +26,11 @@ app = typer.Typer(help="Judge a checkpoint, or diffs made elsewhere.", no_args_i
 AGENT_KEY = "agent="
 BOTH = "all+hard"
 DEFAULT_AGENT, DEFAULT_DATA = "gold", "mini"
-MEMORY_MIB, DISK_MIB, PIDS = 4096, 2048, 512
-COMMAND_S = 300.0
+DEFAULT_JOBS = 2
+"""Verdicts are pure CPU; agents that wait for a model take `eval.concurrency`."""
 MAX_NAMED = 3
+LINE_EVERY_S = 30.0
+"""Without a terminal progress is a line now and then."""
 Show = Annotated[
     Literal["config", "plan"] | None,
     typer.Option("--cfg", metavar="config|plan", help="Print the plan, and exit."),
@@ -49,90 +47,187 @@ def _eval() -> None:
 def swe_bench_pro(
     overrides: Overrides = None,
     cfg: Show = None,
-    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Attempts at a time.")] = 2,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Attempts at a time.", show_default=False)
+    ] = None,
     deadline_s: Annotated[
         float | None, typer.Option("--deadline", min=1, help="Seconds for all of it.")
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against", metavar="REPORT", help="Compare with another evaluation's folder."
+        ),
     ] = None,
     conf_dir: ConfDir = None,
     as_json: AsJson = False,
 ) -> Answer:
-    """pass@k on SWE-bench Pro: bundled tasks, or a prepared set.
+    """pass@k on SWE-bench Pro: bundled tasks, held-out generated ones, or a public set.
 
     \b
     rlmix eval swe-bench-pro agent=gold                     references of the bundled tasks: 1.0
     rlmix eval swe-bench-pro agent=empty                    no change: 0.0
+    rlmix eval swe-bench-pro agent=policy eval.data=generated eval.checkpoint=RUN
+    rlmix eval swe-bench-pro agent=endpoint:http://HOST:PORT/v1
     rlmix eval swe-bench-pro agent=predictions:FILE         diffs made elsewhere
     rlmix eval swe-bench-pro eval.data=swe_bench_pro_v2 eval.path=FOLDER agent=gold
+    rlmix eval swe-bench-pro ... --against runs/OTHER       paired comparison
 
     Asked again under the same run.name, it goes on where it stopped.
     """
     from rlmix.config.compose import load_config
     from rlmix.config.render import config_yaml
-    from rlmix.evals.agents import open_agent
+    from rlmix.evals.facts import read_report
     from rlmix.tasks.benchmark import open_benchmark
 
-    agent_text, given = _split(list(overrides or []))
+    agent, given = _split(list(overrides or []))
     config = load_config("train", given, extra_dir=conf_dir).config
     if cfg == "config":
         text = config_yaml(config)
-        return Answer(document={"config": text, "agent": agent_text}, view=lambda: text)
-    agent = open_agent(agent_text)
+        return Answer(document={"config": text, "agent": agent}, view=lambda: text)
+    _check_agent(agent)
+    other = read_report(against) if against is not None else None
     data = config.eval.data or DEFAULT_DATA
-    whole = BOTH if config.eval.subset == BOTH else ""
-    subset = "all" if whole else config.eval.subset
-    benchmark = open_benchmark(data, subset=subset, path=config.eval.path)
-    if whole:  # A missing list is told before the work, not after it.
+    subset = "all" if config.eval.subset == BOTH else config.eval.subset
+    benchmark = _open(config, subset=subset)
+    if config.eval.subset == BOTH:  # A missing list is told before the work, not after it.
         open_benchmark(data, subset="hard", path=config.eval.path)
-    _check_ids(agent_text, agent.task_ids, benchmark)
-    k, n = config.eval.k, config.eval.n
-    facts = facts_of(config, benchmark, agent_text, jobs=jobs)
+    request = _request(config, benchmark, agent, given, jobs=jobs, limit_s=deadline_s)
     if cfg == "plan":
-        plan = _plan(benchmark, facts, n=n, jobs=jobs)
-        return Answer(document=plan, view=lambda: _plan_view(plan))
-    folder = Path(config.run.dir) / (config.run.name or _name(data, agent_text))
-    with tempfile.TemporaryDirectory(prefix="rlmix-eval-") as scratch:
-        is_whole, result, found = asyncio.run(
-            _evaluate(
-                config,
-                benchmark,
-                agent,
-                folder,
-                Path(scratch),
-                facts,
-                jobs=jobs,
-                limit_s=deadline_s,
-            )
-        )
-    document = {**found, "folder": str(folder), "is_whole": is_whole}
-    if whole:
-        document["hard"] = _hard(config, data, folder)
-    if not is_whole:
-        document["missing"] = len(benchmark.tasks) * n - result.num_attempts
-    return Answer(
-        document=document,
-        view=lambda: _view(result, folder, k=k, is_whole=is_whole),
-        code=ExitCode.GOOD if is_whole else ExitCode.CHECK_FAILED,
+        return _plan_answer(request)
+    return _evaluate(request, other)
+
+
+def _open(config: "TrainConfig", *, subset: str) -> "Benchmark":
+    from rlmix.tasks.benchmark import open_benchmark
+
+    return open_benchmark(
+        config.eval.data or DEFAULT_DATA,
+        subset=subset,
+        path=config.eval.path,
+        limit=config.eval.limit,
+        seed=config.tasks.seed,
     )
 
 
-def _hard(config: "TrainConfig", data: str, folder: Path) -> dict[str, Any]:
+def _request(
+    config: "TrainConfig",
+    benchmark: "Benchmark",
+    agent: str,
+    given: list[str],
+    *,
+    jobs: int | None,
+    limit_s: float | None,
+) -> "EvalRequest":
+    """Everything that is asked, checked."""
+    from rlmix.cli.train import plan_of, refuse_what_cannot_start
+    from rlmix.evals.checkpoints import choose_policy
+    from rlmix.evals.facts import facts_of
+    from rlmix.evals.run import SESSIONS, EvalRequest
+
+    kind = agent.partition(":")[0]
+    policy = plan = None
+    if kind == "policy":
+        policy = choose_policy(
+            Path(config.run.dir),
+            config.eval.checkpoint,
+            model_path=config.model.path,
+            is_model_given=any(one.startswith(("model.path=", "model=")) for one in given),
+        )
+        config = replace(config, model=replace(config.model, path=str(policy.folder)))
+        plan = plan_of(config)
+        # Only the eval pool is started: held-out tasks of a run are nobody's business here.
+        served = replace(config, loop=replace(config.loop, eval_tasks=0))
+        refuse_what_cannot_start(plan, served)
+    jobs = jobs or (config.eval.concurrency if kind in SESSIONS else DEFAULT_JOBS)
+    name = config.run.name or _name(config.eval.data or DEFAULT_DATA, kind)
+    return EvalRequest(
+        config=config,
+        benchmark=benchmark,
+        agent=agent,
+        folder=Path(config.run.dir) / name,
+        facts=facts_of(config, benchmark, agent, jobs=jobs, policy=policy),
+        jobs=jobs,
+        limit_s=limit_s,
+        policy=policy,
+        plan=plan,
+    )
+
+
+def _plan_answer(request: "EvalRequest") -> Answer:
+    from rlmix.cli.eval_view import plan_view
+    from rlmix.evals.forecast import forecast
+    from rlmix.loop.fleets import evaluating_pool
+
+    plan = forecast(
+        request.benchmark,
+        request.facts,
+        n=request.config.eval.n,
+        jobs=request.jobs,
+        pool=evaluating_pool(request.plan) if request.plan else None,
+        replicas=request.config.eval.replicas,
+    )
+    return Answer(document=plan, view=lambda: plan_view(plan))
+
+
+def _evaluate(request: "EvalRequest", other: dict[str, Any] | None) -> Answer:
+    from rlmix.cli.eval_view import score_view
+    from rlmix.evals.comparison import compare_reports
+    from rlmix.evals.run import evaluate
+    from rlmix.evals.score_report import add_comparison
+
+    _check_ids(request)
+    with tempfile.TemporaryDirectory(prefix="rlmix-eval-") as scratch, _progress() as watch:
+        result = asyncio.run(evaluate(replace(request, on_progress=watch), Path(scratch)))
+    folder = request.folder
+    document = {**result.report, "folder": str(folder), "is_whole": result.is_whole}
+    if other is not None:
+        document["against"] = compare_reports(other, result.report)
+        add_comparison(folder, result.score, result.report, document["against"])
+    if request.config.eval.subset == BOTH:
+        document["hard"] = _hard(request)
+    if not result.is_whole:
+        needed = len(request.benchmark.tasks) * request.config.eval.n
+        document["missing"] = needed - result.score.num_attempts
+        document["stuck"] = [{"task_id": name, "s": round(s, 1)} for name, s in result.stuck]
+    return Answer(
+        document=document,
+        view=lambda: score_view(result.score, document),
+        code=ExitCode.GOOD if result.is_whole else ExitCode.CHECK_FAILED,
+    )
+
+
+def _hard(request: "EvalRequest") -> dict[str, Any]:
     """The same attempts, scored on the hard tasks alone."""
     from rlmix.evals.ledger import read_attempts
     from rlmix.evals.score import document, score
-    from rlmix.tasks.benchmark import open_benchmark
 
-    hard = open_benchmark(data, subset="hard", path=config.eval.path)
-    attempts = read_attempts(folder)
+    config = request.config
+    hard = _open(config, subset="hard")
+    attempts = read_attempts(request.folder)
     return document(score(hard.tasks, attempts, k=config.eval.k, n=config.eval.n))
 
 
-def _check_ids(agent: str, answered: frozenset[str] | None, benchmark: "Benchmark") -> None:
+def _check_agent(agent: str) -> None:
+    """An agent that is none is told before a benchmark is read."""
+    from rlmix.evals.agents import check_agent
+
+    check_agent(agent)
+
+
+def _check_ids(request: "EvalRequest") -> None:
     """A file that answers no task at all was made for another benchmark."""
-    known = [task.public.task_id for task in benchmark.tasks]
+    from rlmix.evals.agents import open_agent
+    from rlmix.evals.run import SESSIONS
+
+    if request.agent.partition(":")[0] in SESSIONS:
+        return
+    answered = open_agent(request.agent).task_ids
+    known = [task.public.task_id for task in request.benchmark.tasks]
     if answered is not None and answered.isdisjoint(known):
         raise ConfigError(
-            f"agent={agent}: none of its {len(answered)} task ids is in {benchmark.name}; one of "
-            f"those there is {known[0]!r}"
+            f"agent={request.agent}: none of its {len(answered)} task ids is in "
+            f"{request.benchmark.name}; one of those there is {known[0]!r}"
         )
 
 
@@ -145,166 +240,40 @@ def _split(given: list[str]) -> tuple[str, list[str]]:
     return (agents[0] if agents else DEFAULT_AGENT), rest
 
 
-def _name(data: str, agent: str) -> str:
-    kind = agent.partition(":")[0]
+def _name(data: str, kind: str) -> str:
     return f"eval-{data}-{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def facts_of(
-    config: "TrainConfig", benchmark: "Benchmark", agent: str, *, jobs: int
-) -> dict[str, Any]:
-    """Everything that a number depends on."""
-    from importlib.metadata import version
-
-    from rlmix.evals.agents import file_digest
-
-    ids = [task.public.task_id for task in benchmark.tasks]
-    return {
-        "benchmark": benchmark.name,
-        "revision": benchmark.revision,
-        "checksum": benchmark.checksum,
-        "tasks": len(benchmark.tasks),
-        "excluded_tasks": benchmark.num_excluded,
-        "task_ids": hashlib.sha256("\n".join(sorted(ids)).encode()).hexdigest(),
-        "agent": agent,
-        "agent_file": file_digest(agent),
-        "k": config.eval.k,
-        "n": config.eval.n,
-        "sandbox": config.sandbox.backend,
-        "network": "none for the agent and the tests",
-        "verdict": "in a fresh sandbox; only the diff crosses over",
-        "jobs": jobs,
-        "cpus": len(os.sched_getaffinity(0)),
-        "rlmix": version("rlmix"),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-    }
-
-
-async def _evaluate(
-    config: "TrainConfig",
-    benchmark: "Benchmark",
-    agent: Any,
-    folder: Path,
-    scratch: Path,
-    facts: dict[str, Any],
-    *,
-    jobs: int,
-    limit_s: float | None,
-) -> "tuple[bool, Score, dict[str, Any]]":
-    from rlmix.evals.attempts import Attempts
-    from rlmix.evals.ledger import Ledger
-    from rlmix.evals.score import score
-    from rlmix.evals.score_report import write_score_report
-    from rlmix.sandbox.backend import open_backend
-    from rlmix.sandbox.protocol import SandboxLimits
-
-    asked = ("benchmark", "checksum", "task_ids", "agent", "agent_file", "k", "n")
-    limits = SandboxLimits(
-        memory_mib=max(MEMORY_MIB, config.sandbox.memory_mib),
-        pids=PIDS,
-        disk_mib=DISK_MIB,
-        output_chars=config.sandbox.output_chars,
-        command_timeout_s=COMMAND_S,
-    )
-    backend = await open_backend(
-        config.sandbox.backend,
-        limits,
-        scratch,
-        f"eval{os.getpid()}",
-        allow_unisolated=config.sandbox.allow_unisolated,
-    )
-    facts = {**facts, "sandbox": backend.name}
-    ledger = None
-    try:
-        ledger = Ledger(folder, {name: facts[name] for name in asked})
-        with _progress() as watch:
-            attempts = Attempts(
-                benchmark=benchmark,
-                agent=agent,
-                backend=backend,
-                ledger=ledger,
-                per_task=config.eval.n,
-                jobs=jobs,
-                on_progress=watch,
-            )
-            is_whole = await _make(attempts, limit_s)
-        result = score(benchmark.tasks, ledger.attempts.values(), k=config.eval.k, n=config.eval.n)
-        is_reference = benchmark.name.startswith("swe_bench_pro_v2")
-        found = write_score_report(
-            ledger, result, {**facts, "is_whole": is_whole}, is_reference_data=is_reference
-        )
-        return is_whole, result, found
-    finally:
-        if ledger is not None:
-            ledger.close()
-        await backend.close()
-
-
-async def _make(attempts: "Attempts", limit_s: float | None) -> bool:
-    return await attempts.make(limit_s)
 
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Any]:
-    """A bar on stderr, with the names of the attempts that run longest."""
+    """A bar on stderr with the names of the attempts that run longest; without a terminal a line
+    every half minute."""
     from rich.console import Console
     from rich.progress import Progress as Bar
 
-    with Bar(console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    told_s = time.monotonic()
+
+    def line(state: "Progress") -> None:
+        nonlocal told_s
+        if time.monotonic() - told_s >= LINE_EVERY_S:
+            told_s = time.monotonic()
+            console.print(f"{state.done} of {state.needed} attempts; {_named(state)}", style="")
+
+    if not console.is_terminal:
+        yield line
+        return
+    with Bar(console=console, transient=True) as bar:
         row = bar.add_task("attempts", total=None)
 
         def watch(state: "Progress") -> None:
-            names = ", ".join(state.running[:MAX_NAMED])
-            more = len(state.running) - MAX_NAMED
-            text = f"attempts {names}{f' and {more} more' if more > 0 else ''}"
+            text = f"attempts {_named(state)}"
             bar.update(row, completed=state.done, total=state.needed, description=text)
 
         yield watch
 
 
-def _plan(benchmark: "Benchmark", facts: dict[str, Any], *, n: int, jobs: int) -> dict[str, Any]:
-    """What an evaluation would do at most, before it starts."""
-    from rlmix.tasks.benchmark import repositories
-
-    agent_s = sum(task.agent_s for task in benchmark.tasks) * n
-    verify_s = sum(task.verify_s for task in benchmark.tasks) * n
-    return {
-        **facts,
-        "attempts": len(benchmark.tasks) * n,
-        "at_most_h": round((agent_s + verify_s) / jobs / 3600, 2),
-        "repositories": repositories(benchmark.tasks),
-        "images": "none: repositories are bundled or prepared",
-        "cost_usd": 0.0,
-    }
-
-
-def _plan_view(plan: dict[str, Any]) -> "RenderableType":
-    from rich.table import Table
-
-    table = Table("what", "value", title="evaluation")
-    for name, value in plan.items():
-        shown = f"{len(value)} repositories" if isinstance(value, dict) else str(value)
-        table.add_row(name, shown)
-    return table
-
-
-def _view(result: "Score", folder: Path, *, k: int, is_whole: bool) -> "RenderableType":
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("", "value", "95 % over tasks", "tasks", "void as failed")
-    rows = (
-        ("pass@1", result.pass_at_1, result.pass_at_1_void_failed),
-        (f"pass@{k}", result.pass_at_k, result.pass_at_k_void_failed),
-    )
-    for name, one, other in rows:
-        interval = f"{one.low:.3f} to {one.high:.3f}"
-        table.add_row(name, f"{one.value:.3f}", interval, str(one.num_tasks), f"{other.value:.3f}")
-    lines = [Text(f"{folder / 'report.md'}")]
-    if not is_whole:
-        lines.insert(0, Text("stopped at the deadline; run it again to go on", style="yellow"))
-    if result.num_void:
-        lines.insert(0, Text(f"{result.num_void} attempts are void", style="yellow"))
-    return Group(table, *lines)
+def _named(state: "Progress") -> str:
+    names = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in state.running[:MAX_NAMED])
+    more = len(state.running) - MAX_NAMED
+    return f"{names}{f' and {more} more' if more > 0 else ''}"

@@ -14,7 +14,7 @@ from rlmix.core.errors import ConfigError
 from rlmix.sandbox.protocol import SandboxBackend, WorkTreeError
 from rlmix.tasks.benchmark import BenchTask
 
-NAMES = "gold, empty, scripted:FILE, predictions:FILE"
+NAMES = "gold, empty, scripted:FILE, predictions:FILE, policy, endpoint:URL"
 ID_COLUMNS = ("instance_id", "task_id", "id")
 PATCH_COLUMNS = ("model_patch", "patch", "diff")
 COMMAND_S = 300.0
@@ -29,10 +29,15 @@ class Answer:
     diff: bytes
     stop_reason: str = ""
     num_tokens: int = 0
+    num_turns: int = 0
+    model_s: float = 0.0
+    """Waiting for the model, in all."""
     is_missing: bool = False
     """There was no answer for this task and attempt; it counts as failed."""
     fault: str = ""
-    """The agent's own tree could not be recorded; counts as failed."""
+    """The agent left nothing that could be judged; counts as failed."""
+    void_reason: str = ""
+    """A fault that the agent cannot have caused; the attempt is void."""
 
 
 class Agent(Protocol):
@@ -46,6 +51,11 @@ class Agent(Protocol):
         """Tasks that it has an answer for; None: all."""
         ...
 
+    @property
+    def works_in_sandbox(self) -> bool:
+        """False: it brings its diffs along, and nothing of it runs beside a repository."""
+        ...
+
     async def answer(self, task: BenchTask, number: int, backend: SandboxBackend) -> Answer: ...
 
 
@@ -54,6 +64,7 @@ class GoldAgent:
 
     name = "gold"
     task_ids = None
+    works_in_sandbox = False
 
     async def answer(self, task: BenchTask, number: int, backend: SandboxBackend) -> Answer:
         return Answer(diff=task.gold, is_missing=not task.gold)
@@ -64,6 +75,7 @@ class EmptyAgent:
 
     name = "empty"
     task_ids = None
+    works_in_sandbox = False
 
     async def answer(self, task: BenchTask, number: int, backend: SandboxBackend) -> Answer:
         return Answer(diff=b"")
@@ -73,6 +85,7 @@ class PredictionsAgent:
     """Submits diffs that were made elsewhere, in the forms that public evaluators take."""
 
     name = "predictions"
+    works_in_sandbox = False
 
     def __init__(self, file: Path) -> None:
         self._diffs = read_predictions(file)
@@ -89,6 +102,7 @@ class ScriptedAgent:
     """Runs the commands that a file lists for each task, in a sandbox as a model would."""
 
     name = "scripted"
+    works_in_sandbox = True
 
     def __init__(self, file: Path) -> None:
         document = _document(file)
@@ -143,9 +157,26 @@ def open_agent(text: str) -> Agent:
     raise ConfigError(f"agent={text!r}; allowed: {NAMES}")
 
 
+def check_agent(text: str) -> None:
+    """Refuse what names no agent.
+
+    Raises:
+        ConfigError: unknown, or its file or URL cannot be used.
+    """
+    kind, _, place = text.partition(":")
+    if kind == "endpoint" and place:
+        from rlmix.evals.endpoint import base_url
+
+        base_url(place)
+    elif text != "policy":
+        open_agent(text)
+
+
 def file_digest(text: str) -> str:
     """SHA-256 of the file that an agent's name gives, else empty: another one is another agent."""
-    place = text.partition(":")[2]
+    kind, _, place = text.partition(":")
+    if kind not in ("scripted", "predictions"):
+        return ""
     return hashlib.sha256(Path(place).expanduser().read_bytes()).hexdigest() if place else ""
 
 

@@ -15,6 +15,7 @@ from rlmix.core.errors import RlmixError, SandboxError
 from rlmix.core.trajectory import Outcome
 from rlmix.evals.agents import CAPTURE_S, Agent, Answer
 from rlmix.evals.ledger import Attempt, Ledger
+from rlmix.evals.probes import Probe, append_probe, failed_probe, probe, read_probes
 from rlmix.sandbox.protocol import SandboxBackend
 from rlmix.tasks.benchmark import Benchmark, BenchTask
 from rlmix.tasks.rule import Verdict
@@ -22,6 +23,7 @@ from rlmix.tasks.verdict import judge
 
 MAX_TRIES = 3
 MAX_NAME_BYTES = 200
+TELL_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +32,8 @@ class Progress:
 
     done: int
     needed: int
-    running: tuple[str, ...]
-    """Ids of tasks in work, the longest-running first."""
+    running: tuple[tuple[str, float], ...]
+    """(task id, seconds) of attempts in work, the longest-running first."""
 
 
 @dataclass(kw_only=True)
@@ -44,10 +46,18 @@ class Attempts:
     ledger: Ledger
     per_task: int
     jobs: int
+    """Attempts at a time."""
+    verdicts: int = 4
+    """Verdicts at a time; they are pure CPU."""
     on_progress: Callable[[Progress], None] = lambda _: None
 
     def __post_init__(self) -> None:
         self._running: dict[tuple[str, int], float] = {}
+        self._judging = asyncio.Semaphore(self.verdicts)
+        self.stuck: tuple[tuple[str, float], ...] = ()
+        """What was in work when the deadline came, with its seconds."""
+        self.probes: dict[str, Probe] = read_probes(self.ledger.folder)
+        self._probing: set[str] = set(self.probes)
 
     async def make(self, deadline_s: float | None = None) -> bool:
         """Make what is missing; False when the deadline came first.
@@ -68,6 +78,7 @@ class Attempts:
             async with room:
                 await self._attempt(task, number)
 
+        telling = asyncio.create_task(self._keep_telling(), name="eval progress")
         try:
             async with asyncio.timeout(deadline_s), asyncio.TaskGroup() as group:
                 for task, number in missing:
@@ -78,6 +89,9 @@ class Attempts:
             if isinstance(group.exceptions[0], RlmixError):
                 raise group.exceptions[0] from None
             raise
+        finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
         return True
 
     async def _attempt(self, task: BenchTask, number: int) -> None:
@@ -85,15 +99,32 @@ class Attempts:
         self._running[key] = time.monotonic()
         self._tell()
         try:
+            await self._probe(task)
             attempt = await self._once(task, number)
             for tries in range(2, MAX_TRIES + 1):
                 if attempt.outcome != Outcome.VOID:
                     break
                 attempt = replace(await self._once(task, number), tries=tries)
             self.ledger.add(attempt)
+        except asyncio.CancelledError:
+            self.stuck = (*self.stuck, (key[0], time.monotonic() - self._running[key]))
+            raise
         finally:
             del self._running[key]
             self._tell()
+
+    async def _probe(self, task: BenchTask) -> None:
+        """Once per task, before its first attempt, where an agent works in a sandbox."""
+        task_id = task.public.task_id
+        if not self.agent.works_in_sandbox or task_id in self._probing:
+            return
+        self._probing.add(task_id)
+        try:
+            found = await probe(task, self.backend)
+        except SandboxError as error:
+            found = failed_probe(task_id, str(error))
+        self.probes[task_id] = found
+        append_probe(self.ledger.folder, found)
 
     async def _once(self, task: BenchTask, number: int) -> Attempt:
         started_s = time.monotonic()
@@ -103,22 +134,26 @@ class Attempts:
         except TimeoutError:
             answer = Answer(diff=b"", stop_reason="time_limit", fault="agent: out of time")
         except SandboxError as error:
-            return _attempt(task, number, _void(str(error)), Answer(diff=b""), 0.0, 0.0)
+            answer = Answer(diff=b"", void_reason=str(error))
         agent_s = time.monotonic() - started_s
+        if answer.void_reason:
+            return _attempt(task, number, _void(answer), answer, agent_s, 0.0)
         started_s = time.monotonic()
         if answer.is_missing or answer.fault:
             detail = answer.fault or "no answer for this attempt"
             verdict = Verdict(outcome=Outcome.FAIL, detail=detail)
         else:
             self._save(task, number, answer.diff)
-            verdict = await judge(
-                task.public,
-                task.hidden,
-                answer.diff,
-                self.backend,
-                timeout_s=task.verify_s,
-                runs_empty=self.agent.name == "empty",
-            )
+            async with self._judging:
+                started_s = time.monotonic()
+                verdict = await judge(
+                    task.public,
+                    task.hidden,
+                    answer.diff,
+                    self.backend,
+                    timeout_s=task.verify_s,
+                    runs_empty=self.agent.name == "empty",
+                )
         return _attempt(task, number, verdict, answer, agent_s, time.monotonic() - started_s)
 
     def _save(self, task: BenchTask, number: int, diff: bytes) -> None:
@@ -130,13 +165,20 @@ class Attempts:
         part.write_bytes(diff)
         part.replace(path)
 
+    async def _keep_telling(self) -> None:
+        """Names of what hangs, also while nothing ends."""
+        while True:
+            await asyncio.sleep(TELL_EVERY_S)
+            self._tell()
+
     def _tell(self) -> None:
-        longest = sorted(self._running, key=lambda key: self._running[key])
+        now_s = time.monotonic()
+        longest = sorted(self._running.items(), key=lambda item: item[1])
         self.on_progress(
             Progress(
                 done=len(self.ledger.attempts),
                 needed=len(self.benchmark.tasks) * self.per_task,
-                running=tuple(name for name, _ in longest),
+                running=tuple((name, now_s - since_s) for (name, _), since_s in longest),
             )
         )
 
@@ -149,8 +191,10 @@ def diff_path(folder: Path, task_id: str, number: int) -> Path:
     return folder / "diffs" / f"{safe}.{number}.diff"
 
 
-def _void(reason: str) -> Verdict:
-    return Verdict(outcome=Outcome.VOID, detail="sandbox fault", void_reason=reason)
+def _void(answer: Answer) -> Verdict:
+    return Verdict(
+        outcome=Outcome.VOID, detail="fault of the machine", void_reason=answer.void_reason
+    )
 
 
 def _attempt(
@@ -174,4 +218,6 @@ def _attempt(
         timed_out=verdict.timed_out,
         num_tests=verdict.num_executed,
         num_tokens=answer.num_tokens,
+        num_turns=answer.num_turns,
+        model_s=answer.model_s,
     )

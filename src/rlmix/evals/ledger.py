@@ -13,6 +13,7 @@ from typing import Any
 
 from rlmix.core.errors import ConfigError
 from rlmix.observe.jsonl import JsonlWriter, read_jsonl
+from rlmix.observe.lock import LOCK_FILE, RunLock
 
 SCHEMA_VERSION = 1
 
@@ -38,6 +39,8 @@ class Attempt:
     timed_out: bool = False
     num_tests: int = 0
     num_tokens: int = 0
+    num_turns: int = 0
+    model_s: float = 0.0
 
     @property
     def key(self) -> tuple[str, int]:
@@ -69,7 +72,8 @@ class Ledger:
         """Open or continue.
 
         Raises:
-            ConfigError: the folder holds another question's attempts, or something else.
+            ConfigError: the folder holds another question's attempts, or something else, or a
+                live process works on it.
         """
         self.folder = folder
         head = folder / "question.json"
@@ -83,12 +87,15 @@ class Ledger:
                     "another name with run.name, or ask the same question"
                 )
         else:
-            if folder.exists() and any(path.name != "question.part" for path in folder.iterdir()):
+            mine = ("question.part", LOCK_FILE)
+            if folder.exists() and any(path.name not in mine for path in folder.iterdir()):
                 raise ConfigError(
                     f"{folder} holds something that is no evaluation; give this one another name "
                     "with run.name"
                 )
             folder.mkdir(parents=True, exist_ok=True)
+        self._lock = RunLock.acquire(folder)
+        if not head.is_file():
             part = head.with_suffix(".part")
             part.write_text(json.dumps(wanted, indent=1, sort_keys=True) + "\n")
             os.replace(part, head)
@@ -105,3 +112,4 @@ class Ledger:
 
     def close(self) -> None:
         self._writer.close()
+        self._lock.release()

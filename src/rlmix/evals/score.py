@@ -45,6 +45,8 @@ class Score:
     num_timed_out: int
     num_empty: int
     num_patch_failed: int
+    stop_reasons: Mapping[str, int]
+    """Why attempts ended, most frequent first; void ones by themselves."""
     by_repository: Mapping[str, Mapping[str, float]]
     by_language: Mapping[str, Mapping[str, float]]
 
@@ -79,9 +81,16 @@ def score(
         num_timed_out=sum(attempt.timed_out for attempt in every),
         num_empty=sum(attempt.diff_bytes == 0 for attempt in every),
         num_patch_failed=sum(attempt.detail.startswith("patch_failed") for attempt in every),
+        stop_reasons=dict(Counter(_ending(attempt) for attempt in every).most_common()),
         by_repository=_table(scores, "repository"),
         by_language=_table(scores, "language"),
     )
+
+
+def _ending(attempt: Attempt) -> str:
+    if attempt.outcome == Outcome.VOID:
+        return "void"
+    return attempt.stop_reason or "diff given"
 
 
 def _task_score(task: BenchTask, attempts: list[Attempt]) -> TaskScore:
@@ -140,6 +149,27 @@ def document(result: Score) -> dict[str, Any]:
         "timed_out": result.num_timed_out,
         "empty": result.num_empty,
         "patch_failed": result.num_patch_failed,
+        "stop_reasons": dict(result.stop_reasons),
+        "intervals": {
+            "pass_at_1": _interval(result.pass_at_1),
+            "pass_at_k": _interval(result.pass_at_k),
+        },
+        "task_scores": [
+            {
+                "task_id": one.task_id,
+                "repository": one.repository,
+                "language": one.language,
+                "valid": one.num_valid,
+                "passed": one.num_passed,
+                "void": one.num_void,
+            }
+            for one in result.tasks
+        ],
         "by_repository": result.by_repository,
         "by_language": result.by_language,
     }
+
+
+def _interval(estimate: Estimate) -> dict[str, Any]:
+    """How an interval was made, and over how many tasks."""
+    return {"method": estimate.method, "tasks": estimate.num_tasks}

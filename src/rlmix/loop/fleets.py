@@ -1,11 +1,11 @@
 """From the plan to the fleets of a run: the pools that sample, and the one that evaluates. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rlmix.config.schema.train import TrainConfig
-from rlmix.core.errors import LaunchError
+from rlmix.core.errors import ConfigError, LaunchError
 from rlmix.loop.router_process import READY_FOLDER
 from rlmix.model.chat import ChatRenderer
 from rlmix.observe.run_dir import RunDir
@@ -18,8 +18,6 @@ from rlmix.pools.spec import FleetSpec, PushSpec, ReplicaSpec
 EVAL_POOL = "eval"
 EVAL_FORMAT = "bf16"
 """Weights and KV of an evaluation, whatever the pools use: it judges the policy itself."""
-
-NUM_EVAL_REPLICAS = 2
 
 NO_EVALUATION = (
     "loop.eval_tasks: the closing evaluation is served in BF16 by an embedded pool, or by real "
@@ -40,14 +38,44 @@ def views_of(plan: RunPlan) -> tuple[str, ...]:
 
 
 def training_fleet(
-    plan: RunPlan, config: TrainConfig, run: RunDir, *, model_dir: Path
+    plan: RunPlan,
+    config: TrainConfig,
+    run: RunDir,
+    *,
+    model_dir: Path,
+    counts: Mapping[str, int] | None = None,
 ) -> FleetSpec:
+    """The pools that sample.
+
+    Args:
+        counts: pool -> replicas to start with, where they are not the planned ones.
+    """
     replicas = [
         _replica(pool, name, index, config, run)
         for name, pool in plan.pools.items()
-        for index in range(pool.replicas)
+        for index in range(pool.replicas if counts is None else counts[name])
     ]
     return _fleet(replicas, config, store=run.weights, model_dir=model_dir)
+
+
+def further_replica(
+    plan: RunPlan, config: TrainConfig, run: RunDir, name: str, index: int
+) -> ReplicaSpec:
+    """A replica of a pool that is made larger while the run goes on.
+
+    Raises:
+        ConfigError: the plan knows no accelerator or server for it.
+    """
+    pool = plan.pools[name]
+    places = pool.urls if pool.engine == "sglang_external" else pool.gpu_ids
+    what = "server" if pool.engine == "sglang_external" else "accelerator"
+    if places and index >= len(places):
+        raise ConfigError(
+            f"{name}-{index}: the plan has a free {what} for {len(places)} replicas of {name} and "
+            f"not for another; start the run with pools.{name}.replicas={index + 1} and make the "
+            "pool smaller until it is needed"
+        )
+    return _replica(pool, name, index, config, run)
 
 
 def eval_fleet(
@@ -63,7 +91,7 @@ def eval_fleet(
         raise LaunchError(NO_EVALUATION)
     pool = _in_bf16(chosen, is_exact=config.numerics.consistency == "exact")
     # Real servers stand on accelerators that the pool has; embedded ones take what the machine has.
-    count = NUM_EVAL_REPLICAS
+    count = config.eval.replicas
     if pool.engine != "embedded":
         count = min(count, pool.replicas)
     replicas = [_replica(pool, EVAL_POOL, index, config, run) for index in range(count)]

@@ -232,8 +232,11 @@ class _Session:
         """Time ran out: whose fault is that?
 
         The agent's when its own commands took the larger part of the session; ours when waiting
-        for tokens did, and then a 0 would teach the policy about our load.
+        for tokens did, and then a 0 would teach the policy about our load. Where what is there at
+        the limit is judged, nothing is lost, and the time counts whoever took it.
         """
+        if self.spec.grade_unsubmitted:
+            return _Ended(StopReason.TIME_LIMIT)
         limit_s = self.spec.time_limit_s
         engine_s = self.model_s + waited_s
         if engine_s > limit_s / 2:

@@ -60,7 +60,7 @@ def test_the_references_score_1_and_no_change_0(rlmix_eval: Ask, tmp_path: Path,
     empty = rlmix_eval(tmp_path / "e", f"eval.subset={two}", "eval.n=1", "eval.k=1", "agent=empty")
     assert (empty["pass_at_1"], empty["empty"], empty["code"]) == (0.0, 2, 0)
     report = (tmp_path / "g/e/report.md").read_text()
-    assert "| pass@1 | 1.000 | 0.342 to 1.000 | 2 | 1.000 |" in report
+    assert "| pass@1 | 1.000 | 0.342 to 1.000 | wilson | 2 | 1.000 |" in report
     assert "| checksum |" in report
     assert "HARD-51" not in report  # Reference rows stand beside their own data only.
 
@@ -258,7 +258,7 @@ def test_another_file_of_predictions_under_one_name_is_another_question(
         file.write_text(json.dumps([{"instance_id": IDS[0], "patch": patch}]))
         found = rlmix_eval(tmp_path, *args)
         assert found["code"] == code, found
-        assert code == 0 or "agent_file differ" in found["error"]
+        assert code == 0 or "agent_file_sha256 differ" in found["error"]
 
 
 def test_diffs_with_bytes_that_are_no_utf8_go_out_and_come_back(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_diffs_with_bytes_that_are_no_utf8_go_out_and_come_back(tmp_path: Path) 
     path = diff_path(ledger.folder, "a/b", 0)
     path.parent.mkdir()
     path.write_bytes(b"+caf\xe9\n")
-    (tmp_path / "p.json").write_text(predictions(ledger))
+    (tmp_path / "p.json").write_text(json.dumps(predictions(ledger)))
     ledger.close()
     assert read_predictions(tmp_path / "p.json") == {"a/b": [b"+caf\xe9\n"]}
 

@@ -1,0 +1,156 @@
+"""An `eval` pool behind a router: engines in BF16 with a BF16 cache that serve one version.
+
+The same replicas, admission gate and router as in training; there is no trainer, so canary answers
+are checked for what they must be and not compared. Invariant: whatever was started has ended when
+`close` returns.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlmix.config.schema.train import TrainConfig
+from rlmix.launch.handle import Handle
+from rlmix.launch.ray import RayCluster
+from rlmix.loop.fleets import eval_fleet
+from rlmix.loop.router_process import RouterProcess
+from rlmix.loop.runtime import LOGICAL_CPUS
+from rlmix.observe.run_dir import RunDir
+from rlmix.plan.build import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE
+from rlmix.plan.runplan import RunPlan, thread_limits
+from rlmix.pools.fleet import Fleet
+from rlmix.pools.replica import Replica
+from rlmix.pools.spec import ReplicaSpec, ReplicaStatus
+from rlmix.router.client import RouterAdmin
+from rlmix.sandbox.reap import reap
+
+LOOK_EVERY_S = 1.0
+"""How often replicas are asked how busy they are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """How busy the engines were at one moment."""
+
+    running: int
+    queued: int
+    tokens_per_s: float
+
+
+def load_of(status: Sequence[ReplicaStatus]) -> Load:
+    return Load(
+        running=sum(one.running for one in status),
+        queued=sum(one.queued for one in status),
+        tokens_per_s=sum(one.tokens_per_s for one in status),
+    )
+
+
+def saturation(looks: Sequence[Load], *, places: int) -> dict[str, Any]:
+    """What stands beside a score about its engines; a score under a full queue is one of the
+    machine too, where sessions have a time limit.
+
+    Args:
+        places: requests that all engines together work on at a time.
+    """
+    if not looks:
+        return {"places": places, "looks": 0}
+    count = len(looks)
+    return {
+        "places": places,
+        "looks": count,
+        "mean_busy_frac": round(sum(one.running for one in looks) / count / places, 4),
+        "peak_busy_frac": round(max(one.running for one in looks) / places, 4),
+        "mean_queued": round(sum(one.queued for one in looks) / count, 3),
+        "full_frac": round(
+            sum(one.queued > 0 or one.running >= places for one in looks) / count, 4
+        ),
+        "mean_tokens_per_s": round(sum(one.tokens_per_s for one in looks) / count, 1),
+    }
+
+
+class Serving:
+    """Use `start` and `close`, or as an asynchronous context manager around both."""
+
+    def __init__(
+        self, plan: RunPlan, config: TrainConfig, run: RunDir, *, store: Path, model_dir: Path
+    ) -> None:
+        self._plan, self._config, self._run = plan, config, run
+        self._spec = eval_fleet(plan, config, run, store=store, model_dir=model_dir)
+        self._exit = contextlib.AsyncExitStack()
+        self._looks: list[Load] = []
+        self.token = secrets.token_urlsafe(24)
+        self._admin_token = secrets.token_urlsafe(24)
+        self.url = ""
+        self.fleet: Fleet
+
+    async def start(self, version: int) -> None:
+        """Router, Ray, engines on `version`, all verified.
+
+        Raises:
+            LaunchError: something cannot be started; what was is ended by `close`.
+        """
+        run, scratch = self._run, Path(tempfile.gettempdir())
+        os.environ[TOKEN_VARIABLE] = self.token
+        self._exit.callback(os.environ.pop, TOKEN_VARIABLE, None)
+        self._exit.callback(reap, run.run_id, scratch)
+        router = RouterProcess(self._plan.router, run)
+        self._exit.push_async_callback(router.stop)
+        cluster = RayCluster.start(run.run_id, num_cpus=LOGICAL_CPUS, log_dir=run.logs)
+        self._exit.callback(cluster.stop)
+        self.url = await router.wait_ready()
+        admin = RouterAdmin(self.url, token=self.token)
+        self._exit.push_async_callback(admin.close)
+
+        def spawn(spec: ReplicaSpec, incarnation: int) -> Handle:
+            return cluster.spawn(
+                Replica,
+                name=f"replica-{spec.name}-{incarnation}",
+                kwargs={"spec": spec},
+                env={
+                    **thread_limits(1),
+                    TOKEN_VARIABLE: self.token,
+                    ADMIN_TOKEN_VARIABLE: self._admin_token,
+                },
+            )
+
+        self.fleet = Fleet(self._spec, spawn=spawn, router=admin, on_event=run.events.append)
+        self._exit.push_async_callback(self.fleet.stop)
+        await self.fleet.start(version)
+        watch = asyncio.create_task(self._look(), name="eval load")
+        self._exit.push_async_callback(_ended, watch)
+
+    async def _look(self) -> None:
+        while True:
+            self._looks.append(load_of(self.fleet.status()))
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def engine_facts(self) -> dict[str, Any]:
+        """What serves, and how busy it was so far."""
+        replicas = self._spec.replicas
+        places = sum(replica.max_running for replica in replicas)
+        return {
+            "engine": replicas[0].engine,
+            "replicas": len(replicas),
+            **{name: replicas[0].expected[name] for name in ("weights", "kv", "accelerator")},
+            "saturation": saturation(self._looks, places=places),
+        }
+
+    async def close(self) -> None:
+        await self._exit.aclose()
+
+    async def __aenter__(self) -> "Serving":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+
+async def _ended(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
