@@ -1,4 +1,4 @@
-"""`rlmix scale pools`: what pools should be, and what fleets would cost."""
+"""`rlmix scale pools`: what pools are, should be, and would cost. Live commands: `scale_live`."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlmix.cli.answer import Answer, answered
-from rlmix.cli.options import AsJson, ConfDir
-from rlmix.core.errors import ConfigError, PlanError
+from rlmix.cli.options import AsJson, ConfDir, RunsDir
+from rlmix.cli.scale_live import LiveRequest, answer_live
+from rlmix.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlmix.config.schema.train import TrainConfig
@@ -34,6 +35,23 @@ TraceOut = Annotated[
     Path | None, typer.Option("--trace-out", metavar="FILE", help="What the mixed fleet went by.")
 ]
 
+RunOfScale = Annotated[
+    str | None,
+    typer.Option("--run", metavar="RUN", help="Name, folder or http://HOST:PORT of a running run."),
+]
+Watch = Annotated[bool, typer.Option("--watch", help="Draw the table again and again.")]
+Wait = Annotated[
+    float,
+    typer.Option("--wait", min=0, metavar="SECONDS", help="Follow a change so long; 0: do not."),
+]
+OperationId = Annotated[
+    str | None,
+    typer.Option("--id", metavar="ID", help="Name of the change; the same name is done once."),
+]
+Cancel = Annotated[
+    str | None, typer.Option("--cancel", metavar="ID", help="Undo a change that is under way.")
+]
+
 REPLICAS = re.compile(r"([A-Za-z0-9_-]+)=(\d+)")
 """A pool and its replicas. Groups choose files by name and keys have dots, so neither is meant."""
 
@@ -51,12 +69,21 @@ def scale_pools(
     simulate: Simulate = False,
     trace_in: TraceIn = None,
     trace_out: TraceOut = None,
+    run: RunOfScale = None,
+    directory: RunsDir = None,
+    watch: Watch = False,
+    wait: Wait = 600.0,
+    operation_id: OperationId = None,
+    cancel: Cancel = None,
     conf_dir: ConfDir = None,
     as_json: AsJson = False,
 ) -> Answer:
-    """Plan or simulate the pools of a run.
+    """Show, change, plan or simulate the pools of a run.
 
     \b
+    rlmix scale pools                                            the newest running run
+    rlmix scale pools h100=2 a100=0                              change it, and follow the change
+    rlmix scale pools scaling.auto=true                          let it change itself
     rlmix scale pools --dry-run experiment=qwen36_mixed          the best mix for the demand
     rlmix scale pools --dry-run h100=3 a100=0                    what a change would do
     rlmix scale pools --simulate experiment=qwen36_mixed         mixed, planned, homogeneous
@@ -68,9 +95,23 @@ def scale_pools(
     if (trace_in or trace_out) and not simulate:
         raise ConfigError("scale pools: --trace-in and --trace-out need --simulate")
     if not dry_run and not simulate:
-        raise PlanError(
-            "scale pools: showing and changing the pools of a run arrives with live scaling; "
-            "in this version --dry-run plans and --simulate simulates"
+        return answer_live(
+            LiveRequest(
+                replicas=replicas,
+                overrides=overrides,
+                run=run,
+                directory=directory,
+                conf_dir=conf_dir,
+                watch=watch,
+                wait_s=wait,
+                operation_id=operation_id,
+                cancel=cancel,
+            )
+        )
+    if run or watch or cancel or operation_id:
+        raise ConfigError(
+            "scale pools: --run, --watch, --id and --cancel are for a running run; leave out "
+            "--dry-run and --simulate"
         )
     config = _config(overrides, replicas, conf_dir)
     asked = _request(config)

@@ -17,7 +17,9 @@ def dry_run_view(
     from rich.console import Group
     from rich.text import Text
 
-    table = _table("pool", "asked" if is_changed else "today", "best", "USD/h", "per min*", "USD*")
+    table = new_table(
+        "pool", "asked" if is_changed else "today", "best", "USD/h", "per min*", "USD*"
+    )
     for name, pool in document["pools"].items():
         dollars = pool["usd_per_trajectory"]
         table.add_row(
@@ -47,7 +49,7 @@ def simulation_view(document: Mapping[str, Any]) -> "RenderableType":
     from rich.console import Group
     from rich.text import Text
 
-    table = _table("fleet", "GPUs", "USD/update", "pools", "updates/h", "wait", "stale", "lost")
+    table = new_table("fleet", "GPUs", "USD/update", "pools", "updates/h", "wait", "stale", "lost")
     prices = [row["usd_per_update"] for row in document["fleets"] if row["usd_per_update"]]
     for row in document["fleets"]:
         price = row["usd_per_update"]
@@ -79,7 +81,8 @@ def _fleet_line(name: str, fleet: Mapping[str, Any]) -> str:
     )
 
 
-def _table(first: str, *numbers: str) -> "Table":
+def new_table(first: str, *numbers: str) -> "Table":
+    """A name on the left, numbers on the right."""
     from rich import box
     from rich.table import Table
 

@@ -10,12 +10,14 @@ counted, and its task is sampled again. The second rule is the guarantee, the fi
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from rlmix.batch.groups import MIN_MEMBERS, group_lag
 from rlmix.core.errors import EngineError
 from rlmix.core.trajectory import Outcome, Trajectory
+from rlmix.loop.step_metrics import serving_pool
 from rlmix.loop.stream import TaskStream, Ticket
 
 RunSession = Callable[[Ticket, int, int], Awaitable[Trajectory]]
@@ -87,6 +89,13 @@ class Rollout:
         self.sessions_running = 0
         self.sessions_finished = 0
         self.sessions_taken = 0
+        self.finished_by_pool: Counter[str] = Counter()
+        """Valid sessions by the pool that sampled most of each, since the start."""
+
+    def open_more(self, max_open_groups: int) -> None:
+        """Change how many groups may be open; fewer takes effect as groups end."""
+        self._max_open_groups = max_open_groups
+        self._fill()
 
     def start(self) -> None:
         self._filling = True
@@ -204,6 +213,7 @@ class Rollout:
             self.counts.tokens += trajectory.num_sampled_tokens
             if trajectory.outcome is not Outcome.VOID:
                 self.sessions_finished += 1
+                self.finished_by_pool[serving_pool(trajectory)] += 1
                 return trajectory
             self.counts.voids += 1
             reason = trajectory.stop_reason.value

@@ -72,8 +72,8 @@ class Scaler:
         fleet: Fleet,
         router: RouterAdmin,
         pools: Mapping[str, PoolFacts],
-        limits: FleetLimits,
-        drain_s: float,
+        limits: Callable[[], FleetLimits],
+        drain_s: Callable[[], float],
         keeps_view: bool,
         new_replica: Callable[[str, int], ReplicaSpec],
         state: ScaleState,
@@ -84,6 +84,7 @@ class Scaler:
     ) -> None:
         """
         Args:
+            limits, drain_s: asked at each request, since they may change while the run goes on.
             keeps_view: a session never changes its weight view (`router.view=strict`).
             new_replica: (pool, index) -> the spec of a replica; ConfigError where it cannot be had.
             save: keeps the state; called before anything is done about it.
@@ -92,8 +93,8 @@ class Scaler:
         self._fleet = fleet
         self._router = router
         self._pools = dict(pools)
-        self.limits = limits
-        self.drain_s = drain_s
+        self._limits = limits
+        self._drain_s = drain_s
         self._keeps_view = keeps_view
         self._new_replica = new_replica
         self._state = state
@@ -181,10 +182,11 @@ class Scaler:
             if operation_id in known:
                 return begin(
                     operation_id, targets, replicas_from={}, added={}, removed={},
-                    drain_s=self.drain_s, now_s=self._clock(), known=known,
+                    drain_s=self._drain_s(), now_s=self._clock(), known=known,
                 )[0]  # fmt: skip
             sizes = self.sizes()
-            check_targets(targets, pools=sizes, limits=self.limits)
+            limits = self._limits()
+            check_targets(targets, pools=sizes, limits=limits)
             added, removed = await self._choose(targets, sizes)
             operation, tasks = begin(
                 operation_id,
@@ -192,12 +194,12 @@ class Scaler:
                 replicas_from={pool: sizes[pool].replicas for pool in targets},
                 added={name: spec.pool for name, spec in added.items()},
                 removed=removed,
-                drain_s=self.drain_s,
+                drain_s=self._drain_s(),
                 now_s=self._clock(),
                 known=known,
             )
             self._specs = added
-            self._grows_first = grows_first(targets, pools=sizes, limits=self.limits)
+            self._grows_first = grows_first(targets, pools=sizes, limits=limits)
             self._told_waiting = set()
             self._keep(operation)
             kind = "scale_done" if operation.status.is_final else "scale_started"
@@ -328,7 +330,7 @@ class Scaler:
             replicas_from={one.pool: before},
             added={},
             removed={one.name: one.pool},
-            drain_s=self.drain_s,
+            drain_s=self._drain_s(),
             now_s=self._clock(),
             known={},
         )

@@ -20,6 +20,7 @@ from rlmix.core.errors import LaunchError, RlmixError
 from rlmix.loop.alarms import AlarmWatch
 from rlmix.loop.evaluation import closing_evaluation, keep_version
 from rlmix.loop.fleets import eval_fleet, training_fleet, views_of
+from rlmix.loop.live_scaling import LiveScaling, open_groups
 from rlmix.loop.progress import Progress
 from rlmix.loop.resume import EVAL_KEPT, ResumePoint, choose_point, set_aside
 from rlmix.loop.rollout import Rollout
@@ -36,10 +37,6 @@ from rlmix.observe.runs import find_run
 from rlmix.plan.runplan import RunPlan
 from rlmix.scaling.costs import CostMeter
 from rlmix.tasks.source import open_source
-
-OPEN_STEPS = 2
-"""Steps' worth of groups that may be open: one being trained on or waiting, one being sampled.
-More would only make samples older, since sampling is what takes long."""
 
 
 def run_training(
@@ -104,6 +101,7 @@ class _Training:
         self.progress = Progress()
         self.evaluation: dict[str, Any] | None = None
         self.loop: TrainingLoop | None = None
+        self.scaling = LiveScaling(plan, config, run)
         self.costs = CostMeter(
             {name: pool.usd_per_replica_hour for name, pool in plan.pools.items()},
             is_modelled=plan.is_modelled,
@@ -179,17 +177,16 @@ class _Training:
         for info in await workers_open:
             for warning in info.warnings:
                 run.events.append("sandbox_warning", warning)
+        counts = self.scaling.starting_replicas()
         fleet = runtime.start_fleet(
-            training_fleet(self.plan, config, run, model_dir=self.model_dir),
+            training_fleet(self.plan, config, run, model_dir=self.model_dir, counts=counts),
             held_version=lambda: self.progress.step,
         )
-        # Without staleness whatever is sampled ahead is thrown away.
-        open_steps = min(OPEN_STEPS, 1 + config.loop.max_staleness)
         rollout = Rollout(
             stream=stream,
             run_session=self._session_runner(runtime, experts_shape=loaded["experts_shape"]),
             group_size=config.loop.group_size,
-            max_open_groups=open_steps * config.loop.sessions_per_step // config.loop.group_size,
+            max_open_groups=open_groups(config),
             concurrency=config.session.workers * config.session.concurrency,
             max_staleness=config.loop.max_staleness,
         )
@@ -211,20 +208,28 @@ class _Training:
             progress=self.progress,
             alarms=alarms,
             is_router_lost=lambda: runtime.router_process.is_retired,
+            check=self.scaling.raise_failure,
         )
-        self.view.attach(self.loop, fleet, rollout)
+        self.view.attach(self.loop, fleet, rollout, self.scaling)
         runtime.on_close(self.view.start_refreshing())
         self.view.phase = "booting pools"
-        self.costs.observe(
-            time.monotonic(), {name: pool.replicas for name, pool in self.plan.pools.items()}
-        )
+        self.costs.observe(time.monotonic(), counts)
         await self.loop.publish_first(version)
         if version == 0:
             keep_version(run.weights, run.path / EVAL_KEPT, 0)
         await alarms.hold_again()
         await fleet.start(version)
         rollout.start()
+        await self.scaling.start(
+            fleet=fleet,
+            router=runtime.router,
+            rollout=rollout,
+            loop=self.loop,
+            on_held=lambda held: self.costs.observe(time.monotonic(), held),
+        )
+        runtime.on_close(self.scaling.stop)
         await self.loop.run()
+        await self.scaling.stop()
         await rollout.stop()
         await fleet.stop()
         self.costs.observe(time.monotonic(), {})

@@ -10,6 +10,7 @@ complete checkpoint stands.
 """
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -68,7 +69,12 @@ class TrainingLoop:
         progress: Progress,
         alarms: AlarmWatch,
         is_router_lost: Callable[[], bool] = lambda: False,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        """
+        Args:
+            check: called about once a second while the loop waits; raises what ended another part.
+        """
         self._config = config
         self._run = run
         self._trainer = trainer
@@ -77,6 +83,9 @@ class TrainingLoop:
         self._stream = stream
         self._costs = costs
         self._is_router_lost = is_router_lost
+        self._check = check
+        self._waited_s = 0.0
+        self._waits_since_s: float | None = None
         self.alarms = alarms
         self._saved_step = progress.step
         self._stop = asyncio.Event()
@@ -93,6 +102,12 @@ class TrainingLoop:
     @property
     def is_stopping(self) -> bool:
         return self._stop.is_set()
+
+    @property
+    def waited_s(self) -> float:
+        """For samples, since the start of this attempt, the wait under way included."""
+        since_s = self._waits_since_s
+        return self._waited_s + (0.0 if since_s is None else time.monotonic() - since_s)
 
     async def run(self) -> None:
         """Raises what stopped the run, if anything did."""
@@ -130,10 +145,12 @@ class TrainingLoop:
         """One optimizer step; False when `stop` came before the groups did."""
         started_s = time.monotonic()
         self.phase = "sampling"
+        self._waits_since_s = started_s
         groups = await self._take_groups()
         if groups is None:
             return False
         waited_s = time.monotonic() - started_s
+        self._waited_s, self._waits_since_s = self._waited_s + waited_s, None
         members = [member for group in groups for member in group.members]
         algo = self._config.algo
         batch = build_batch(
@@ -156,6 +173,7 @@ class TrainingLoop:
         if step % self._config.weights.publish_every == 0:
             metrics |= await self.publish(step)
         metrics |= trajectory_metrics(members) | self._count(members)
+        await self._keep_pace(started_s + waited_s)
         step_s = time.monotonic() - started_s
         metrics |= {
             "time/step_s": step_s,
@@ -165,6 +183,15 @@ class TrainingLoop:
         }
         self._record(step, metrics, members)
         return True
+
+    async def _keep_pace(self, began_s: float) -> None:
+        """Wait until the trainer's part of the step has lasted as long as it should."""
+        left_s = began_s + self._config.loop.min_step_s - time.monotonic()
+        if left_s > 0:
+            self.phase = "keeping the pace of loop.min_step_s"
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._stop.wait()
 
     async def publish(self, version: int) -> dict[str, float]:
         """Write the trainer's weights as `version` and let every replica fetch it on its own."""
@@ -216,6 +243,7 @@ class TrainingLoop:
 
     async def _until_no_replica_is_left(self) -> None:
         while not all(s.state.is_final or s.is_held for s in self._fleet.status()):
+            self._check()
             if self._is_router_lost():
                 raise EngineError("loop: the router died too often; see logs/router.log")
             await asyncio.sleep(FLEET_LOOK_S)

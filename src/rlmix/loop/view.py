@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 
 from rlmix.config.schema.train import TrainConfig
+from rlmix.loop.live_scaling import LiveScaling
 from rlmix.loop.progress import Progress
 from rlmix.loop.rollout import Rollout
 from rlmix.loop.training import TrainingLoop
@@ -23,7 +24,7 @@ from rlmix.pools.spec import ReplicaStatus, SlotState
 
 REFRESH_S = 0.5
 NUM_EVENTS = 4
-QUIET_EVENTS = frozenset({"checkpoint_saved", "replica_updating", "replica_updated"})
+QUIET_EVENTS = frozenset({"checkpoint_saved", "replica_updating", "replica_updated", "scale_step"})
 """Normal at every step; in events.jsonl, not in the few lines of the view."""
 
 
@@ -37,6 +38,7 @@ class RunView:
         self._first_step: tuple[int, float] | None = None
         self._events: deque[EventLine] = deque(maxlen=NUM_EVENTS)
         self._parts: tuple[TrainingLoop, Fleet, Rollout] | None = None
+        self._scaling: LiveScaling | None = None
         self._counted: tuple[int, int] | None = None
         self._phase = "starting"
 
@@ -72,8 +74,11 @@ class RunView:
     def note(self, text: str) -> None:
         self._live.note(text)
 
-    def attach(self, loop: TrainingLoop, fleet: Fleet, rollout: Rollout) -> None:
+    def attach(
+        self, loop: TrainingLoop, fleet: Fleet, rollout: Rollout, scaling: LiveScaling
+    ) -> None:
         self._parts = (loop, fleet, rollout)
+        self._scaling = scaling
 
     def start_refreshing(self) -> Callable[[], Awaitable[None]]:
         """Refresh until the returned function is awaited."""
@@ -124,6 +129,7 @@ class RunView:
             metrics=metrics,
             cost_usd=progress.cost_usd,
             alarms=loop.alarms.sentences() if loop is not None else {},
+            operation="" if self._scaling is None else self._scaling.operation_line(),
             events=tuple(self._events),
         )
 
@@ -166,7 +172,10 @@ class RunView:
                     tokens_per_s=sum(r.tokens_per_s for r in serving) if serving else None,
                     version=min(versions) if versions else None,
                     k3_kl=metrics.get(f"mismatch/by_pool/{name}/k3_kl"),
-                    usd_per_hour=pool.usd_per_hour,
+                    usd_per_hour=pool.usd_per_replica_hour
+                    * sum(not r.state.is_final for r in replicas)
+                    if replicas or self._parts is not None
+                    else pool.usd_per_hour,
                 )
             )
         return tuple(states)

@@ -152,6 +152,8 @@ def live_block(state: LiveState, *, width: int, ascii_only: bool = False) -> "Re
         parts.append(_rewards(state, width=width, ascii_only=ascii_only))
     if state.metrics:
         parts.append(_last_metrics(state))
+    if state.operation:
+        parts.append(_line((f"scaling   {state.operation}"[: max(width, 20)], "cyan")))
     alarms = [f"ALARM {text}"[: max(width, 20)] for text in state.alarms.values()]
     parts.extend(_line((text, "bold red")) for text in alarms)
     parts.extend(_events(state, width=width))

@@ -65,5 +65,7 @@ class LiveState:
     """So far, over all attempts."""
     alarms: Mapping[str, str] = field(default_factory=dict)
     """Alarms that stand, and pools in quarantine: a name that stays, and a sentence."""
+    operation: str = ""
+    """The scale operation under way, in one line; empty: none."""
     events: tuple[EventLine, ...] = ()
     """Newest last."""

@@ -43,8 +43,8 @@ def make_scaler(stage, *, limits=LIMITS, new_replica=None, state=None, drain_s=3
             name: PoolFacts(accelerator=name, gpus=1, usd_per_hour=2.0, view="bf16")
             for name in VIEWS
         },
-        limits=limits,
-        drain_s=drain_s,
+        limits=lambda: limits,
+        drain_s=lambda: drain_s,
         keeps_view=True,
         new_replica=new_replica or (lambda pool, index: spec_of(stage, pool, index)),
         state=state or ScaleState(),
