@@ -58,6 +58,7 @@ def described() -> dict[str, str]:
         "alarms.": "alarms/default.yaml",
         "observe.": "observe/default.yaml",
         "eval.": "eval/none.yaml",
+        "diff.": "diff/default.yaml",
     }
     texts: dict[str, str] = {}
     root = comments(conf_dir() / "train.yaml")

@@ -37,21 +37,22 @@ ALLOWED: dict[str, str] = {
     "router": "core observe engine.protocol engine.arguments model.bundle",
     "sessions": "core engine sandbox tasks model",
     "pools": "core observe plan engine router.client launch.process launch.handle weights.store "
-    "weights.push",
+    "weights.push weights.remote weights.staging",
     "batch": "core algos",
     "weights": "core observe numerics",
     "trainer": "core algos numerics batch weights observe model",
     "launch": "core plan observe",
     "scaling": "core config.schema observe plan router.states router.step_model router.strategies",
+    "diff": "core algos numerics batch config.schema observe tasks model engine trainer weights",
     "loop": LOOP,
     "evals": LOOP,
-    "cli": "core config plan observe model sandbox tasks scaling loop evals",
+    "cli": "core config plan observe model sandbox tasks scaling loop evals diff",
 }
 """Room -> what it may import, besides itself: rooms, or single modules of a room."""
 
 HEAVY: dict[str, tuple[str, ...]] = {
-    "torch": ("algos", "numerics", "engine", "batch", "weights", "trainer", "model"),
-    "transformers": ("model", "trainer"),
+    "torch": ("algos", "numerics", "engine", "batch", "weights", "trainer", "model", "diff"),
+    "transformers": ("model", "trainer", "diff"),
     "ray": ("launch/ray.py",),
     "hydra": ("config/compose.py",),
     "omegaconf": ("config/compose.py",),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from rlmix.config.schema.alarms import AlarmsConfig
+from rlmix.config.schema.diff import DiffConfig
 from rlmix.config.schema.learning import (
     AlgoConfig,
     LoopConfig,
@@ -53,3 +54,4 @@ class TrainConfig:
     alarms: AlarmsConfig
     observe: ObserveConfig
     eval: EvalConfig
+    diff: DiffConfig

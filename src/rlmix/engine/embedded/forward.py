@@ -188,7 +188,10 @@ class Forward:
 
     def _route(self, router: Tensor, normed: Tensor) -> tuple[Tensor, Tensor]:
         """Ids and shares of each row's experts, [T, K] each."""
-        scores = torch.mm(normed, router)
+        return self._choose(torch.mm(normed, router))
+
+    def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """The same from router logits [T, E]."""
         if self._shape.norm_topk_prob:
             top, chosen = scores.topk(self._shape.top_k, dim=-1)
             return chosen, torch.softmax(top, -1)

@@ -1,0 +1,1 @@
+"""Where trainer and pools compute different logprobs, and why."""

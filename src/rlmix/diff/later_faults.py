@@ -1,0 +1,5 @@
+"""Faults that were made after the thresholds were frozen; see `faults`."""
+
+from rlmix.diff.faults import Fault
+
+LATER: tuple[Fault, ...] = ()
