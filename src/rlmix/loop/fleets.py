@@ -13,7 +13,10 @@ from rlmix.plan.build import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE
 from rlmix.plan.capabilities import SGLANG_VERSION
 from rlmix.plan.runplan import PoolPlan, RunPlan
 from rlmix.plan.views import EXPERTS
-from rlmix.pools.spec import FleetSpec, PushSpec, ReplicaSpec
+from rlmix.pools.spec import FleetSpec, PushSpec, ReplicaSpec, StagingSpec
+
+STAGED = "staged"
+"""Folder of the run with copies of versions, where `weights.staging` names none."""
 
 EVAL_POOL = "eval"
 EVAL_FORMAT = "bf16"
@@ -94,7 +97,11 @@ def eval_fleet(
     count = config.eval.replicas
     if pool.engine != "embedded":
         count = min(count, pool.replicas)
-    replicas = [_replica(pool, EVAL_POOL, index, config, run) for index in range(count)]
+    # The kept versions lie beside the run's store and are read from their folder.
+    replicas = [
+        replace(_replica(pool, EVAL_POOL, index, config, run), staging=None)
+        for index in range(count)
+    ]
     return _fleet(replicas, config, store=store, model_dir=model_dir)
 
 
@@ -154,6 +161,27 @@ def _replica(
         update_timeout_s=launch.update_timeout_s,
         canary_tolerance_nats=pool.canary_tolerance_nats,
         push=_push(pool, config),
+        staging=_staging(config, run),
+    )
+
+
+def remote_url(config: TrainConfig, run: RunDir) -> str:
+    """Where versions go besides the run's folder; empty: nowhere."""
+    store = config.weights.store
+    return f"{store.rstrip('/')}/{run.name}" if store else ""
+
+
+def _staging(config: TrainConfig, run: RunDir) -> StagingSpec | None:
+    """None: machines see the trainer's folder. Copies of a run have a folder of their own, and one
+    that a resumed run finds is compared with the store before it is used."""
+    url = remote_url(config, run)
+    if not url:
+        return None
+    base = config.weights.staging
+    return StagingSpec(
+        url=url,
+        folder=run.path / STAGED if base is None else Path(base) / run.run_id,
+        limit_s=config.launch.update_timeout_s,
     )
 
 
@@ -202,6 +230,7 @@ def _fleet(
         store=store,
         pause_mode=config.weights.pause,
         checks_identity=config.weights.identity_check,
+        max_parallel_pulls=config.weights.max_parallel_pulls,
         max_parallel_boots=launch.max_parallel_boots,
         max_restarts=launch.max_restarts,
         restart_window_s=launch.restart_window_s,

@@ -35,11 +35,16 @@ def choose_point(run: RunDir, model_folder: Path) -> ResumePoint:
     return ResumePoint(folder=newest, step=step, reason=f"newest complete checkpoint {newest.name}")
 
 
-def set_aside(run: RunDir, point: ResumePoint) -> dict[str, Any]:
-    """Remove what lies beyond `point`; returns what was removed, for the event log."""
+def set_aside(run: RunDir, point: ResumePoint, *, remote_url: str = "") -> dict[str, Any]:
+    """Remove what lies beyond `point`, in the remote store too; returns what was removed, for the
+    event log."""
     from rlmix.weights.store import discard_newer
 
     dropped = run.truncate_after(point.step)
     versions = discard_newer(run.weights, point.step)
     discard_newer(run.path / EVAL_KEPT, point.step)
+    if remote_url:
+        from rlmix.weights.remote import RemoteStore
+
+        RemoteStore(remote_url).discard_newer(point.step)
     return {"dropped_steps": dropped, "dropped_versions": versions}

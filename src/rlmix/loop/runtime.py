@@ -17,6 +17,7 @@ from rlmix.config.schema.train import TrainConfig
 from rlmix.launch.handle import Handle
 from rlmix.launch.ray import RayCluster
 from rlmix.loop.canaries import CanaryReferences
+from rlmix.loop.fleets import remote_url
 from rlmix.loop.router_process import RouterProcess
 from rlmix.loop.specs import trainer_spec, worker_spec
 from rlmix.loop.trainer_ranks import TrainerRanks
@@ -131,7 +132,13 @@ class Runtime:
     def _start_trainer(self, views: tuple[str, ...]) -> Handle:
         config, run, cluster = self._config, self._run, self._cluster
         assert cluster is not None
-        spec = trainer_spec(config, checkpoints=run.checkpoints, store=run.weights, views=views)
+        spec = trainer_spec(
+            config,
+            checkpoints=run.checkpoints,
+            store=run.weights,
+            views=views,
+            remote=remote_url(config, run),
+        )
 
         def spawn(rank: int, incarnation: int) -> Handle:
             name = "trainer" if spec.ranks == 1 else f"trainer-{rank}"

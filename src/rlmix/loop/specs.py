@@ -25,7 +25,7 @@ VERDICT_TIMEOUT_S = 20.0
 
 
 def trainer_spec(
-    config: TrainConfig, *, checkpoints: Path, store: Path, views: Sequence[str]
+    config: TrainConfig, *, checkpoints: Path, store: Path, views: Sequence[str], remote: str
 ) -> TrainerSpec:
     algo, trainer = config.algo, config.trainer
     return TrainerSpec(
@@ -58,6 +58,9 @@ def trainer_spec(
         checkpoints_dir=str(checkpoints),
         keep_checkpoints=trainer.keep_checkpoints,
         weights_store=str(store),
+        remote_store=remote,
+        full_every=config.weights.full_every,
+        keep_versions=config.weights.keep,
         views=tuple(views),
         pool_views={name: pool.weights for name, pool in config.pools.items()},
         numerics=_numerics(config),

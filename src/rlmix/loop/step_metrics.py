@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from rlmix.core.trajectory import Outcome, StopReason, Trajectory
+from rlmix.pools.spec import UpdateReport
 
 
 def serving_pool(trajectory: Trajectory) -> str:
@@ -76,6 +77,20 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics["time/session_model_s"] = _mean([sum(turn.model_s for turn in t.turns) for t in valid])
     metrics["time/session_tool_s"] = _mean([sum(turn.tool_s for turn in t.turns) for t in valid])
     return metrics
+
+
+def update_metrics(updates: Sequence[UpdateReport]) -> dict[str, float]:
+    """How replicas took new weights since the step before; empty when none did."""
+    if not updates:
+        return {}
+    pauses = [update.pause_s for update in updates]
+    return {
+        "weights/updates": float(len(updates)),
+        "weights/pull_bytes": float(sum(update.pull_bytes for update in updates)),
+        "weights/pull_max_s": max(update.pull_s for update in updates),
+        "weights/pause_mean_s": _mean(pauses),
+        "weights/pause_max_s": max(pauses),
+    }
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -19,7 +19,8 @@ from rlmix.config.schema.train import TrainConfig
 from rlmix.core.errors import LaunchError, RlmixError
 from rlmix.loop.alarms import AlarmWatch
 from rlmix.loop.evaluation import closing_evaluation, keep_version
-from rlmix.loop.fleets import eval_fleet, training_fleet, views_of
+from rlmix.loop.fleets import eval_fleet, remote_url, training_fleet, views_of
+from rlmix.loop.ledger import SessionLedger
 from rlmix.loop.live_scaling import LiveScaling, open_groups
 from rlmix.loop.progress import Progress
 from rlmix.loop.resume import EVAL_KEPT, ResumePoint, choose_point, set_aside
@@ -182,6 +183,7 @@ class _Training:
             training_fleet(self.plan, config, run, model_dir=self.model_dir, counts=counts),
             held_version=lambda: self.progress.step,
         )
+        ledger = SessionLedger(run.path, attempt=run.attempt)
         rollout = Rollout(
             stream=stream,
             run_session=self._session_runner(runtime, experts_shape=loaded["experts_shape"]),
@@ -189,6 +191,7 @@ class _Training:
             max_open_groups=open_groups(config),
             concurrency=config.session.workers * config.session.concurrency,
             max_staleness=config.loop.max_staleness,
+            ledger=ledger,
         )
         runtime.on_close(rollout.stop)
         alarms = AlarmWatch(
@@ -258,7 +261,8 @@ class _Training:
         if not self.is_resumed:
             return ResumePoint(folder=self.model_dir, step=0, reason="fresh start")
         point = choose_point(self.run, self.model_dir)
-        self.run.events.append("resume_point", point.reason, **set_aside(self.run, point))
+        set_aside_ = set_aside(self.run, point, remote_url=remote_url(self.config, self.run))
+        self.run.events.append("resume_point", point.reason, **set_aside_)
         return point
 
     def _stream(self, saved: dict[str, Any]) -> TaskStream:

@@ -16,7 +16,7 @@ from typing import Any
 from rlmix.core.errors import TrainerLostError
 from rlmix.loop.trainer_ranks import TrainerRanks
 
-WORK = ("load", "train_step", "publish", "save")
+WORK = ("load", "train_step", "publish", "save", "finish_saves")
 """A limit on one of these is a limit on the ranks: one that is silent for longer is lost. With any
 other call it is the caller's patience, and the ranks may answer late."""
 
@@ -88,7 +88,7 @@ class RecoveringTrainer:
             self._base, self._steps = (args[0], int(result["step"])), {}
         elif method == "train_step":
             self._steps[int(kwargs["step"])] = (args, kwargs)
-        elif method == "save":
+        elif method == "finish_saves":
             self._forget()
         return result
 

@@ -16,26 +16,37 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from safetensors import SafetensorError
+
 from rlmix.batch.groups import build_batch
 from rlmix.config.schema.train import TrainConfig
-from rlmix.core.errors import DivergedError, EngineError, TrainerError
+from rlmix.core.errors import DivergedError, EngineError, TrainerError, WeightSyncError
 from rlmix.core.trajectory import Trajectory
 from rlmix.launch.handle import Handle
 from rlmix.loop.alarms import AlarmWatch
 from rlmix.loop.progress import Progress
 from rlmix.loop.rollout import FinishedGroup, Rollout
-from rlmix.loop.step_metrics import serving_pool, tokens_by_pool, trajectory_metrics
+from rlmix.loop.step_metrics import (
+    serving_pool,
+    tokens_by_pool,
+    trajectory_metrics,
+    update_metrics,
+)
 from rlmix.loop.stream import TaskStream
 from rlmix.observe.run_dir import RunDir
 from rlmix.pools.fleet import Fleet
 from rlmix.pools.spec import SlotState
 from rlmix.scaling.costs import CostMeter
-from rlmix.trainer.spec import StepResult
+from rlmix.trainer.spec import SaveReport, StepResult
 from rlmix.weights.publish import PublishReport
 from rlmix.weights.store import prune
 
 TRAINER_LIMIT_S = 600.0
 """Longest optimizer step, publication or save that is not taken for a hang."""
+
+DISK_PATIENCE_S = 120.0
+DISK_RETRY_S = 2.0
+"""For a weights folder without room, once samplers are as far behind as they may be."""
 
 PROMISED_KEYS = (
     "loss/policy",
@@ -69,6 +80,7 @@ class TrainingLoop:
         progress: Progress,
         alarms: AlarmWatch,
         is_router_lost: Callable[[], bool] = lambda: False,
+        on_published: Callable[[int], None] = lambda _: None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """
@@ -83,11 +95,13 @@ class TrainingLoop:
         self._stream = stream
         self._costs = costs
         self._is_router_lost = is_router_lost
+        self.on_published = on_published
+        """Told of every version that is on disk and ordered; must return at once."""
         self._check = check
         self._waited_s = 0.0
         self._waits_since_s: float | None = None
         self.alarms = alarms
-        self._saved_step = progress.step
+        self._saved_step = self._complete_step = progress.step
         self._stop = asyncio.Event()
         self.progress = progress
         self.phase = "starting"
@@ -120,26 +134,49 @@ class TrainingLoop:
                 await self.save()
                 raise DivergedError(reason)
             if self.progress.step % loop.checkpoint_every == 0:
-                await self.save()
+                await self.save(waits=False)
         await self.save()
         self.is_stepping = False
         self.is_done = True
 
-    async def save(self) -> None:
-        """Write a checkpoint unless this step has one."""
-        if self._saved_step == self.progress.step:
-            return
+    async def save(self, *, waits: bool = True) -> None:
+        """Write a checkpoint unless this step has one; `waits` until it is complete, else the
+        next step goes on meanwhile."""
+        if self._saved_step != self.progress.step:
+            await self._start_save()
+        await self._note_saves(waits=waits)
+        if waits and self._complete_step != self.progress.step:
+            # It went with the ranks that were writing it.
+            await self._start_save()
+            await self._note_saves(waits=True)
+
+    async def _start_save(self) -> None:
         self.phase = "saving a checkpoint"
         extra = {
             "progress": self.progress.to_dict(),
             "stream": self._stream.state(),
             "alarms": self.alarms.state(),
         }
-        path = await self._trainer.call(
-            "save", self.progress.step, extra, timeout_s=TRAINER_LIMIT_S
+        await self._trainer.call(
+            "save", self.progress.step, extra, waits=False, timeout_s=TRAINER_LIMIT_S
         )
         self._saved_step = self.progress.step
-        self._run.events.append("checkpoint_saved", "as configured", path=str(path))
+
+    async def _note_saves(self, *, waits: bool) -> dict[str, float]:
+        """Tell of checkpoints that are complete now; returns the metrics of the last."""
+        reports: list[SaveReport] = await self._trainer.call(
+            "finish_saves", waits=waits, timeout_s=TRAINER_LIMIT_S
+        )
+        for report in reports:
+            self._complete_step = report.step
+            self._run.events.append(
+                "checkpoint_saved",
+                "as configured",
+                path=report.path,
+                step=report.step,
+                write_s=round(report.write_s, 3),
+            )
+        return reports[-1].metrics() if reports else {}
 
     async def _step(self) -> bool:
         """One optimizer step; False when `stop` came before the groups did."""
@@ -172,6 +209,8 @@ class TrainingLoop:
         metrics = dict(result.metrics) | batch.metrics()
         if step % self._config.weights.publish_every == 0:
             metrics |= await self.publish(step)
+        metrics |= await self._note_saves(waits=False)
+        metrics |= update_metrics(self._fleet.drain_updates())
         metrics |= trajectory_metrics(members) | self._count(members)
         await self._keep_pace(started_s + waited_s)
         step_s = time.monotonic() - started_s
@@ -194,10 +233,35 @@ class TrainingLoop:
                     await self._stop.wait()
 
     async def publish(self, version: int) -> dict[str, float]:
-        """Write the trainer's weights as `version` and let every replica fetch it on its own."""
-        metrics = await self._write_version(version)
-        await self._fleet.roll_out(version)
-        return metrics
+        """Write the trainer's weights as `version` and let every replica fetch it on its own.
+
+        Where the disk refuses it, samplers go on with what they have as long as the staleness
+        bound allows, and the next step publishes; beyond that it is tried again and again.
+
+        Raises:
+            WeightSyncError: the disk has refused it for `DISK_PATIENCE_S` beyond the bound.
+        """
+        first_s = time.monotonic()
+        while True:
+            try:
+                metrics = await self._write_version(version)
+            except (OSError, SafetensorError) as error:
+                behind = version - self.progress.published_version
+                self._run.events.append("publish_failed", str(error), step=version, behind=behind)
+                if behind <= self._config.loop.max_staleness:
+                    return {}
+                if time.monotonic() - first_s > DISK_PATIENCE_S:
+                    raise WeightSyncError(
+                        f"weights: version {version} could not be written for "
+                        f"{DISK_PATIENCE_S:g} s, and samplers are {behind} versions behind: "
+                        f"{error}; free space in {self._run.weights}, then resume the run"
+                    ) from error
+                self.phase = "waiting for room in the weights folder"
+                await asyncio.sleep(DISK_RETRY_S)
+            else:
+                await self._fleet.roll_out(version)
+                self.on_published(version)
+                return metrics
 
     async def publish_first(self, version: int) -> None:
         """Write the version that the pools boot with: 0, or that of the resumed checkpoint."""

@@ -15,7 +15,7 @@ from rlmix.core.errors import EngineError, LaunchError, WeightSyncError
 from rlmix.pools.callbacks import OnEvent, References, Spawn
 from rlmix.pools.probes import WeightLedger
 from rlmix.pools.slot import Slot
-from rlmix.pools.spec import FleetSpec, ReplicaSpec, ReplicaStatus, SlotState
+from rlmix.pools.spec import FleetSpec, ReplicaSpec, ReplicaStatus, SlotState, UpdateReport
 from rlmix.router.client import RouterAdmin
 
 log = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ class Fleet:
             references=references,
             on_event=on_event,
             boots=asyncio.Semaphore(spec.max_parallel_boots),
+            pulls=asyncio.Semaphore(spec.max_parallel_pulls),
             ledger=WeightLedger(),
         )
         self._slots = [self._new_slot(replica) for replica in spec.replicas]
@@ -199,6 +200,13 @@ class Fleet:
     def status(self) -> list[ReplicaStatus]:
         """Every slot, in the plan's order."""
         return [slot.status() for slot in self._slots]
+
+    def drain_updates(self) -> list[UpdateReport]:
+        """Activations since the last call."""
+        found = [report for slot in self._slots for report in slot.updates]
+        for slot in self._slots:
+            slot.updates.clear()
+        return found
 
     def versions_being_read(self) -> frozenset[int]:
         """Versions that some replica is loading now; deleting them would break its start."""

@@ -29,6 +29,7 @@ from rlmix.pools.spec import (
     UpdateReport,
     WeightProof,
 )
+from rlmix.pools.staging import StagedVersions
 from rlmix.pools.verifying import Verifier
 from rlmix.weights.push import tensor_names
 from rlmix.weights.store import verify_version
@@ -52,6 +53,7 @@ class Replica:
         self._admin: EngineAdmin | None = None
         self._verifier: Verifier | None = None
         self._pusher: Pusher | None = None
+        self._versions = StagedVersions(spec.staging)
         self._tensors: frozenset[str] = frozenset()
         """Names of the checkpoint that the engine started from, where weights are pushed."""
         self._verified: tuple[Path, str] | None = None
@@ -69,6 +71,7 @@ class Replica:
             EngineError: it runs and cannot be talked to.
         """
         spec = self._spec
+        folder = await self._versions.bring(folder)
         self._content = (await asyncio.to_thread(verify_version, folder)).content
         token, admin_token = _secret(spec.token_env), _secret(spec.admin_token_env)
         url = spec.url
@@ -179,11 +182,21 @@ class Replica:
                     return f"the external server is gone: {error}"
             await asyncio.sleep(WATCH_EXTERNAL_EVERY_S)
 
+    async def stage(self, folder: Path) -> None:
+        """Fetch a published version onto this machine, while the replica serves; nothing to do
+        where the machine sees the trainer's folder.
+
+        Raises:
+            WeightSyncError: there is no undamaged way to it.
+        """
+        await self._versions.bring(folder)
+
     async def pause_for(self, folder: Path, pause_mode: str) -> None:
         """The first half of `activate`, for who has something to do in the pause before the load.
 
         Raises: as `activate`.
         """
+        folder = await self._versions.bring(folder)
         self._verified = (folder, (await asyncio.to_thread(verify_version, folder)).content)
         await self._engine().pause(pause_mode, timeout_s=self._spec.update_timeout_s)
 
@@ -195,6 +208,7 @@ class Replica:
             WeightSyncError: the files are damaged or gone; the replica serves on as before.
             EngineError: the engine failed; its weights may be mixed and it stays paused. Kill it.
         """
+        folder = await self._versions.bring(folder)
         started_s = time.monotonic()
         verified, self._verified = self._verified, None
         if verified is not None and verified[0] == folder:
@@ -204,10 +218,13 @@ class Replica:
         verified_s = time.monotonic()
         await self._load(version, folder, pause_mode=pause_mode)
         self._content = content
+        pause_s = time.monotonic() - verified_s
+        pull_bytes, fetch_s = self._versions.take(version)
         return UpdateReport(
             version=version,
-            pull_s=round(verified_s - started_s, 4),
-            pause_s=round(time.monotonic() - verified_s, 4),
+            pull_s=round(fetch_s + verified_s - started_s, 4),
+            pause_s=round(pause_s, 4),
+            pull_bytes=pull_bytes,
         )
 
     async def loads(self) -> ReplicaLoad:
@@ -248,6 +265,7 @@ class Replica:
             # As updates come to it later: a push that reads back another checksum than the folder
             # is found before anything was sampled from it.
             before = await self._verifier.checksum()
+            again = await self._versions.bring(again)
             await self._load(version, again, pause_mode="retract")
             num_tokens = len(canaries[0].output_ids)
             after = await self.canary([output.prompt_ids for output in canaries], num_tokens)

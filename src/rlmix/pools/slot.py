@@ -70,6 +70,7 @@ class Slot:
         references: References | None,
         on_event: OnEvent,
         boots: asyncio.Semaphore,
+        pulls: asyncio.Semaphore,
         ledger: WeightLedger,
     ) -> None:
         self.spec = spec
@@ -79,6 +80,9 @@ class Slot:
         self._router = router
         self._on_event = on_event
         self._boots = boots
+        self._pulls = pulls
+        self.updates: list[UpdateReport] = []
+        """Of this slot since the fleet looked last."""
         self._budget = RestartBudget(
             max_restarts=fleet.max_restarts,
             window_s=fleet.restart_window_s,
@@ -276,6 +280,7 @@ class Slot:
             started_s = time.monotonic()
             self._handle = self._spawn(self.spec, self.incarnation)
             with self._reading(version):
+                await self._stage(version)
                 self.info = await self._call(
                     "boot",
                     version,
@@ -368,7 +373,9 @@ class Slot:
         if report is None:
             self._enter(SlotState.READY, "keeps its version")
         else:
-            facts = {"pull_s": report.pull_s, "pause_s": report.pause_s}
+            facts: dict[str, float] = {"pull_s": report.pull_s, "pause_s": report.pause_s}
+            if self.spec.staging is not None:
+                facts["pull_bytes"] = report.pull_bytes
             why = f"serves version {self.version}"
             self._enter(SlotState.READY, why, kind="replica_updated", **facts)
         await self.register()
@@ -378,6 +385,7 @@ class Slot:
         version = self._target
         try:
             with self._reading(version):
+                await self._stage(version)
                 if self._fleet.pause_mode == "in_place" and self._is_registered:
                     await self._change_salt(version)
                 report: UpdateReport = await self._call(
@@ -395,8 +403,15 @@ class Slot:
                 self._event("update_refused", str(error), version=version)
             return None
         self.version = report.version
+        self.updates.append(report)
         await self._gate.prove(self.version)
         return report
+
+    async def _stage(self, version: int) -> None:
+        """Let the replica's machine fetch a version; a few machines at a time."""
+        if self.spec.staging is not None:
+            async with self._pulls:
+                await self._call("stage", self._folder(version), limit_s=self.spec.update_timeout_s)
 
     async def _change_salt(self, version: int) -> None:
         """Requests that keep their KV make a flush impossible, so no later one may find a prefix

@@ -71,6 +71,18 @@ class PushSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StagingSpec:
+    """Where a replica's machine fetches versions from, and where it keeps them."""
+
+    url: str
+    """Of the run's versions, in any store that fsspec knows."""
+    folder: Path
+    """Shared by all replicas of a run on one machine."""
+    limit_s: float
+    """Longest wait for another process of the machine that fetches the same view."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaSpec:
     """One replica, ready to be started on its node."""
 
@@ -106,6 +118,8 @@ class ReplicaSpec:
     """The same for what changes the engine: weights, pauses. None: the token does."""
     push: PushSpec | None = None
     """None: the engine reads new versions from their folder."""
+    staging: StagingSpec | None = None
+    """None: the replica's machine sees the trainer's folder of versions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +132,8 @@ class FleetSpec:
     pause_mode: str
     """`retract`, `in_place` or `abort`: what running requests do during an update."""
     max_parallel_boots: int
+    max_parallel_pulls: int = 4
+    """Replicas that fetch a version from a remote store at a time."""
     max_restarts: int
     """Of one slot within `restart_window_s`; one more and the slot is retired."""
     restart_window_s: float
@@ -168,9 +184,11 @@ class UpdateReport:
 
     version: int
     pull_s: float
-    """Reading and verifying the files; the replica served meanwhile."""
+    """Fetching, reading and verifying the files; the replica served meanwhile."""
     pause_s: float
     """From pause to continue: no token was sampled."""
+    pull_bytes: int = 0
+    """Read from a remote store by this replica; 0 when another one of its machine did."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

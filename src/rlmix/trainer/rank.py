@@ -23,7 +23,8 @@ import torch
 
 from rlmix.algos.corrections import CENTERED_KINDS, check_bounds
 from rlmix.algos.metrics import head_metrics, step_metrics
-from rlmix.batch.packing import MicroBatch, pack_samples, pool_names_of, split_by_budget
+from rlmix.batch.balance import split_rows
+from rlmix.batch.packing import MicroBatch, pack_samples, pool_names_of
 from rlmix.core.errors import TrainerError
 from rlmix.core.sample import TrainSample
 from rlmix.trainer.checkpoint import (
@@ -31,20 +32,20 @@ from rlmix.trainer.checkpoint import (
     copy_side_files,
     is_checkpoint,
     load_checkpoint,
-    prune_checkpoints,
-    save_checkpoint,
 )
 from rlmix.trainer.exact import ExactPolicy
 from rlmix.trainer.noise import noise_floor
 from rlmix.trainer.optimizer import MasterOptimizer
 from rlmix.trainer.policy import Policy
 from rlmix.trainer.routing import routing_metrics
+from rlmix.trainer.saver import Saver
 from rlmix.trainer.sharded import ShardedOptimizer
 from rlmix.trainer.shared_step import run_shared
-from rlmix.trainer.spec import StepResult, TrainerSpec
+from rlmix.trainer.spec import SaveReport, StepResult, TrainerSpec
 from rlmix.trainer.step import PassResult, sequence_rule
 from rlmix.trainer.world import World, alone, join, open_store
 from rlmix.weights.publish import PublishReport, publish_version
+from rlmix.weights.shipping import ship_report
 
 POLICIES: Mapping[str, Callable[..., Policy]] = {
     "native": Policy,
@@ -78,6 +79,7 @@ class TrainerRank:
         self._world: World | None = None if spec.ranks > 1 else alone(spec.device)
         self._store: Any = None
         self._loaded: tuple[Policy, MasterOptimizer | ShardedOptimizer] | None = None
+        self._saver: Saver | None = None
         self._model_files = Path()
         self._version = 0
         self._faults_in_a_row = 0
@@ -125,10 +127,14 @@ class TrainerRank:
             replays_routing=self._spec.algo.routing_replay,
             make=POLICIES[self._spec.numerics],
         )
+        if self._spec.packing == "documents":
+            policy.take_documents()
+        if self._spec.recomputes:
+            policy.recompute()
         optimizer: MasterOptimizer | ShardedOptimizer
         world = self._joined()
         if world.mesh is not None and not self._is_exact:
-            policy.shard(world.mesh)
+            policy.shard(world.mesh, offloads=self._spec.offloads)
             optimizer = ShardedOptimizer(policy.parameters(), self._spec.optimizer)
         else:
             optimizer = MasterOptimizer(policy.parameters(), self._spec.optimizer)
@@ -170,7 +176,7 @@ class TrainerRank:
         started_s, cpu_started_s = time.perf_counter(), time.process_time()
         if not samples:
             raise TrainerError(f"trainer: step {step} has no samples; the loop must not call it")
-        micro_batches = pack_samples(samples, max_tokens=self._spec.micro_batch_tokens)
+        micro_batches = self._pack(samples)
         num_policy_tokens = sum(batch.sampled_P.size for batch in micro_batches)
         result = run_shared(
             policy,
@@ -210,6 +216,16 @@ class TrainerRank:
             )
         return StepResult(
             step=step, applied=applied, skip_reason=skip_reason, metrics=metrics, pools=pool_names
+        )
+
+    def _pack(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
+        """The whole step's micro-batches, the same on every rank."""
+        # In exact mode any number of ranks has the same ones: they are the leaves of a sum.
+        return pack_samples(
+            samples,
+            max_tokens=self._spec.micro_batch_tokens,
+            layout=self._spec.packing,
+            num_ranks=1 if self._is_exact else self._spec.ranks,
         )
 
     def _finish(
@@ -257,38 +273,68 @@ class TrainerRank:
         self._version = version
         if self._spec.rank > 0:
             return None
-        return publish_version(
+        store = Path(self._spec.weights_store)
+        report = publish_version(
             state,
             version=version,
-            store=Path(self._spec.weights_store),
+            store=store,
             views=self._spec.views,
             model_files=self._model_files,
         )
+        return ship_report(
+            report,
+            store,
+            url=self._spec.remote_store,
+            full_every=self._spec.full_every,
+            keep=self._spec.keep_versions,
+        )
 
-    def save(self, step: int, extra: Mapping[str, Any]) -> str:
-        """Write `checkpoints/step_%06d`, then delete older ones; returns its path.
+    def save(self, step: int, extra: Mapping[str, Any], *, waits: bool = True) -> str:
+        """Write `checkpoints/step_%06d` in the background, then delete older ones.
 
         Args:
             step: optimizer steps done so far in the run.
             extra: the loop's state, JSON values only; comes back from `load`.
+            waits: until the checkpoint is complete.
+        Returns:
+            Its path.
+        Raises:
+            TrainerError: this save failed, or the one before it.
         """
         policy, optimizer = self._parts()
-        folder = Path(self._spec.checkpoints_dir)
-        model_state, optimizer_state = policy.state(), optimizer.full_state()
-        if self._spec.rank > 0:
-            return ""
-        path = save_checkpoint(
-            folder,
+        saver = self._ready_saver()
+        path = saver.start(
             step=step,
             version=self._version,
-            model_state=model_state,
+            model_state=policy.state(),
             model_files=self._model_files,
-            optimizer_state=optimizer_state,
+            optimizer_state=optimizer.state(),
             random_state=torch.get_rng_state(),
             extra=extra,
         )
-        prune_checkpoints(folder, self._spec.keep_checkpoints)
+        if waits:
+            saver.wait()
         return str(path)
+
+    def finish_saves(self, *, waits: bool) -> list[SaveReport]:
+        """Checkpoints that were finished since the last call; on rank 0.
+
+        Raises:
+            TrainerError: a save failed.
+        """
+        saver = self._ready_saver()
+        if waits:
+            saver.wait()
+        return saver.finished()
+
+    def _ready_saver(self) -> Saver:
+        if self._saver is None:
+            self._saver = Saver(
+                Path(self._spec.checkpoints_dir),
+                keep=self._spec.keep_checkpoints,
+                writers=self._joined().writers(),
+            )
+        return self._saver
 
     @torch.no_grad()
     def score(
@@ -306,7 +352,8 @@ class TrainerRank:
         divisor = self._spec.algo.temperature if temperature is None else temperature
         lengths = [len(ids) for ids in ids_list]
         scores = [np.zeros(length, dtype=np.float32) for length in lengths]
-        for chosen in split_by_budget(lengths, max_tokens=self._spec.micro_batch_tokens):
+        budget = self._spec.micro_batch_tokens
+        for chosen in split_rows(lengths, max_tokens=budget, num_ranks=1):
             ids_BT = torch.zeros(len(chosen), lengths[chosen[0]], dtype=torch.int64)
             for row, index in enumerate(chosen):
                 ids_BT[row, : lengths[index]] = torch.as_tensor(ids_list[index])

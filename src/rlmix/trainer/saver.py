@@ -8,7 +8,6 @@ call, never a checkpoint.
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +15,10 @@ from torch import Tensor
 
 from rlmix.core.errors import TrainerError
 from rlmix.trainer.checkpoint import ALONE, Writers, prune_checkpoints, save_checkpoint
+from rlmix.trainer.spec import SaveReport
 
 SAVE_LIMIT_S = 1800.0
 """Longest that a save may take before waiting for it is given up."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SaveReport:
-    """One finished checkpoint."""
-
-    path: str
-    step: int
-    num_bytes: int
-    """Of all its files."""
-    blocked_s: float
-    """Waiting for the save before it, and copying into main memory: the trainer stood still."""
-    write_s: float
-    """In the background."""
-
-    def metrics(self) -> dict[str, float]:
-        return {
-            "time/checkpoint_s": self.blocked_s,
-            "time/checkpoint_write_s": self.write_s,
-            "trainer/checkpoint_bytes": float(self.num_bytes),
-        }
 
 
 class Saver:

@@ -79,10 +79,43 @@ class TrainerSpec:
     rank: int = 0
     ranks: int = 1
     """Processes that train one model together; above 1 each must `join` before it loads."""
+    remote_store: str = ""
+    """URL to which published versions go as well; empty: nowhere."""
+    full_every: int = 1
+    """Versions from one full snapshot there to the next."""
+    keep_versions: int = 1
+    """Newest that stay there; the loop prunes the folder."""
     device: str = "cpu"
     """Anything else is an accelerator, one for each rank."""
+    packing: str = "rows"
+    """`rows` or `documents`, see `batch.packing.LAYOUTS`."""
+    recomputes: bool = False
+    """Activation checkpointing: layers are computed again in the backward pass."""
+    offloads: bool = False
+    """Master weights, gradients and moments stay in main memory (accelerators only)."""
     host: str = "127.0.0.1"
     """Address of this rank's machine that the others reach."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveReport:
+    """One finished checkpoint."""
+
+    path: str
+    step: int
+    num_bytes: int
+    """Of all its files."""
+    blocked_s: float
+    """Waiting for the save before it, and copying into main memory: the trainer stood still."""
+    write_s: float
+    """In the background."""
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "time/checkpoint_s": self.blocked_s,
+            "time/checkpoint_write_s": self.write_s,
+            "trainer/checkpoint_bytes": float(self.num_bytes),
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

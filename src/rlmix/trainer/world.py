@@ -16,6 +16,7 @@ import torch
 from rlmix.core.errors import TrainerError
 from rlmix.numerics.consistent.reduction import gather_objects
 from rlmix.numerics.consistent.shard import LOOPBACK, gloo_group
+from rlmix.trainer.checkpoint import ALONE, Writers
 
 EXCHANGE_LIMIT_S = 1800.0
 """Longest that a rank waits for another: a micro-batch of a long session more or less, and the
@@ -39,6 +40,17 @@ class World:
     """One-dimensional device mesh for FSDP2; None for one rank."""
     store: Any | None
     """Keeps the rendezvous alive on rank 0."""
+
+    def writers(self) -> Writers:
+        """For checkpoints: with a group of their own, since they are written while others talk.
+        Every rank must call this."""
+        if self.size == 1:
+            return ALONE
+        import torch.distributed as dist
+
+        limit = timedelta(seconds=EXCHANGE_LIMIT_S)
+        group = dist.new_group(backend="gloo", timeout=limit)
+        return Writers(rank=self.rank, size=self.size, group=group)
 
     def gather(self, mine: object) -> list[Any]:
         """Every rank's object on every rank, in the order of ranks."""

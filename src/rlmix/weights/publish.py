@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlmix.numerics.view_spec import ViewSpec
+    from rlmix.weights.shipping import ShipReport
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -73,12 +74,16 @@ class PublishReport:
     version: int
     views: tuple[ViewReport, ...]
     total_s: float
+    shipped: "tuple[ShipReport, ...]" = ()
+    """What went to a remote store, view by view."""
 
     def metrics(self) -> dict[str, float]:
         metrics = {"weights/version": float(self.version), "time/publish_s": self.total_s}
         for report in self.views:
             metrics[f"weights/{report.view}_bytes"] = float(report.total_bytes)
             metrics[f"weights/{report.view}_s"] = report.encode_s + report.write_s
+        for shipped in self.shipped:
+            metrics |= shipped.metrics()
         return metrics
 
 

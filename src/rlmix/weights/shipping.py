@@ -5,12 +5,13 @@ view; no view is ever made from one.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlmix.core.errors import WeightSyncError
 from rlmix.weights.delta import SUFFIX, encode_file
 from rlmix.weights.manifest import MANIFEST_NAME, read_manifest
+from rlmix.weights.publish import PublishReport
 from rlmix.weights.remote import DELTA, FULL, RemoteStore
 from rlmix.weights.store import list_versions, version_dir
 
@@ -96,6 +97,25 @@ def ship_version(
         encode_s=encode_s,
         write_s=time.perf_counter() - started_s - encode_s,
     )
+
+
+def ship_report(
+    report: PublishReport, store: Path, *, url: str, full_every: int, keep: int
+) -> PublishReport:
+    """Send every view that was published; the report with what was sent. An empty `url` sends
+    nothing. Errors as of `ship_version`."""
+    if not url:
+        return report
+    started_s = time.perf_counter()
+    remote = RemoteStore(url)
+    shipped = tuple(
+        ship_version(
+            store, view.view, report.version, remote=remote, full_every=full_every, keep=keep
+        )
+        for view in report.views
+    )
+    total_s = report.total_s + time.perf_counter() - started_s
+    return replace(report, shipped=shipped, total_s=total_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

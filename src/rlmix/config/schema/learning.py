@@ -83,6 +83,13 @@ class WeightsConfig:
     """What a replica does with running requests while it changes weights."""
     transport: str
     """How a version travels from its folder into an engine."""
+    store: str | None
+    """URL of a store through which machines get versions; null: all see the run's folder."""
+    full_every: int
+    """Versions from one full snapshot in the store to the next; deltas between them."""
+    staging: str | None
+    """Folder of each machine for its copies; null: in the run's folder."""
+    max_parallel_pulls: int
     bucket_mib: int
     identity_check: bool
 
