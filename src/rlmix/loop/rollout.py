@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from rlmix.batch.groups import MIN_MEMBERS, group_lag
 from rlmix.core.errors import EngineError
 from rlmix.core.trajectory import Outcome, Trajectory
+from rlmix.loop.ledger import STALE, TOO_VOID, TRAINED, SessionLedger
 from rlmix.loop.step_metrics import serving_pool
 from rlmix.loop.stream import TaskStream, Ticket
 
@@ -68,7 +69,12 @@ class Rollout:
         void_retries: int = 1,
         void_pause_s: float = VOID_PAUSE_S,
         max_void_groups_in_a_row: int = 32,
+        ledger: SessionLedger | None = None,
     ) -> None:
+        """
+        Args:
+            ledger: told of every session and group; None: nobody is.
+        """
         self._stream = stream
         self._run_session = run_session
         self._group_size = group_size
@@ -78,6 +84,7 @@ class Rollout:
         self._void_retries = void_retries
         self._void_pause_s = void_pause_s
         self._max_void_groups_in_a_row = max_void_groups_in_a_row
+        self._ledger = ledger
         self._void_groups_in_a_row = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._sampling: dict[int, Ticket] = {}
@@ -130,6 +137,7 @@ class Rollout:
                 taken, self._ready = self._ready[:num_groups], self._ready[num_groups:]
                 for group in taken:
                     self._stream.finish(group.ticket)
+                    self._note(group, TRAINED)
                     self.sessions_taken += len(group.members)
                 self._fill()
                 return taken
@@ -146,10 +154,12 @@ class Rollout:
             lag = group_lag(group.members, trainer_version=trainer_version)
             if len(group.valid) < MIN_MEMBERS or lag is None:
                 self.counts.void_groups += 1
+                self._note(group, TOO_VOID)
                 self._void_groups_in_a_row += 1
                 self._check_hopeless(group)
             elif lag > self._max_staleness:
                 self.counts.stale_groups += 1
+                self._note(group, STALE)
             else:
                 kept.append(group)
                 continue
@@ -158,6 +168,25 @@ class Rollout:
         if len(kept) != len(self._ready):
             self._ready = kept
             self._fill()
+
+    def _note(self, group: FinishedGroup, what: str) -> None:
+        if self._ledger is not None:
+            self._ledger.group(group.ticket.group_id, what)
+
+    async def _recorded(self, ticket: Ticket, index: int, attempt: int) -> Trajectory:
+        """Run a session between two lines of the ledger."""
+        ledger = self._ledger
+        if ledger is None:
+            return await self._run_session(ticket, index, attempt)
+        name = f"{ticket.group_id}.{index}" + (f"r{attempt}" if attempt else "")
+        ledger.begun(name)
+        try:
+            trajectory = await self._run_session(ticket, index, attempt)
+        except BaseException:
+            ledger.cut_off(name)
+            raise
+        ledger.ended(name, trajectory)
+        return trajectory
 
     def _check_hopeless(self, group: FinishedGroup) -> None:
         """Sampling again and again without an end would hide what is broken."""
@@ -206,7 +235,7 @@ class Rollout:
             async with self._slots:
                 self.sessions_running += 1
                 try:
-                    trajectory = await self._run_session(ticket, index, attempt)
+                    trajectory = await self._recorded(ticket, index, attempt)
                 finally:
                     self.sessions_running -= 1
             self.counts.sessions += 1

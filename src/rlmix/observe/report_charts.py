@@ -30,8 +30,11 @@ def correction_cards(data: ReportData) -> list[str]:
     return [_mismatch(data), _masked(data), _tail_ratio(data), _staleness(data)]
 
 
-def fleet_cards(data: ReportData) -> list[str]:
-    return [_replicas(data), _cost(data), _time_split(data)]
+def fleet_cards(data: ReportData, *, marks: Sequence[tuple[float, str]]) -> list[str]:
+    """Args:
+    marks: (minutes of run time, text) of scale operations.
+    """
+    return [_replicas(data, marks), _cost(data), _time_split(data)]
 
 
 def card(title: str, hint: str, body: str, *, is_wide: bool = False) -> str:
@@ -240,18 +243,19 @@ def _staleness(data: ReportData) -> str:
     )
 
 
-def _replicas(data: ReportData) -> str:
+def _replicas(data: ReportData, marks: Sequence[tuple[float, str]]) -> str:
     series = [
         Series(name=name, points=data.over_time(f"pools/{name}/replicas"), slot=slot)
         for slot, name in enumerate(data.pool_names)
     ]
-    axes = Axes(x_label="run time (min)", y_label="replicas", y_low=0.0, x_step=0.01)
+    axes = Axes(x_label="run time (min)", y_label="replicas", y_low=0.0, x_step=0.01, marks=marks)
     drawn = svg.stacked_steps(
         [line for line in series if line.points], axes, number=lambda value: f"{value:.0f}"
     )
     return card(
         "Replicas over time",
-        "Replicas held by each pool, stacked; one reading per step.",
+        "Replicas that serve in each pool, stacked; one reading per step. Lines mark where a scale "
+        "operation begins and ends.",
         _chart(series, drawn, "pools/<pool>/replicas", blocks=True),
     )
 
