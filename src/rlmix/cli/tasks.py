@@ -17,9 +17,13 @@ from rlmix.core.errors import ConfigError, ExitCode
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from rlmix.core.task import HiddenTask, PublicTask
     from rlmix.tasks.gates import GateResult
     from rlmix.tasks.prepare.set import PreparedSet
     from rlmix.tasks.record import BadRow
+
+Case = tuple["PublicTask", "HiddenTask", bytes, dict[str, str]]
+"""A task's two halves, its reference fix, and the script that makes it where there is no diff."""
 
 app = typer.Typer(help="Prepare repository tasks, and run their gates.", no_args_is_help=True)
 
@@ -135,10 +139,8 @@ def check(
     )
 
 
-def _cases(
-    source: str, path: Path | None, *, seed: int, limit: int | None
-) -> Iterator[tuple[Any, Any, bytes]]:
-    """(public, hidden, reference) of each task to check."""
+def _cases(source: str, path: Path | None, *, seed: int, limit: int | None) -> "Iterator[Case]":
+    """Each task to check, with its reference."""
     from rlmix.tasks.prepared import PreparedSource
     from rlmix.tasks.source import open_source
     from rlmix.tasks.sources.read import PUBLIC_SETS
@@ -149,7 +151,7 @@ def _cases(
         made = open_source("generated", split="train", seed=seed, limit=limit or 50)
         for task_id in made.task_ids():
             hidden = made.hidden(task_id)
-            yield made.public(task_id), hidden, hidden.reference_diff.encode()
+            yield made.public(task_id), hidden, hidden.reference_diff.encode(), {}
         return
     if source not in PUBLIC_SETS:
         allowed = ", ".join(sorted((*PUBLIC_SETS, "generated")))
@@ -163,14 +165,19 @@ def _cases(
     for split in ("train", "eval"):  # A failed task may have been mended, so all are tried.
         found = PreparedSource(path, name=source, split=split, limit=left, with_failed=True)
         for task_id in found.task_ids():
-            yield found.public(task_id), found.hidden(task_id), found.reference(task_id)
+            yield (
+                found.public(task_id),
+                found.hidden(task_id),
+                found.reference(task_id),
+                found.script(task_id),
+            )
         left = None if left is None else left - len(found.task_ids())
         if left is not None and left <= 0:
             return
 
 
 async def _check_all(
-    cases: list[tuple[Any, Any, bytes]], *, runs: int, timeout_s: float, jobs: int, step: Any
+    cases: "list[Case]", *, runs: int, timeout_s: float, jobs: int, step: Any
 ) -> "list[GateResult]":
     from rlmix.sandbox.backend import open_backend
     from rlmix.sandbox.protocol import SandboxLimits
@@ -187,12 +194,18 @@ async def _check_all(
     with tempfile.TemporaryDirectory(prefix="rlmix-check-") as scratch:
         backend = await open_backend("auto", limits, Path(scratch), f"check{os.getpid()}")
 
-        async def one(case: tuple[Any, Any, bytes]) -> "GateResult":
-            public, hidden, reference = case
+        async def one(case: "Case") -> "GateResult":
+            public, hidden, reference, script = case
             async with room:
                 step(public.task_id)
                 return await check_task(
-                    public, hidden, reference, backend, runs=runs, timeout_s=timeout_s
+                    public,
+                    hidden,
+                    reference,
+                    backend,
+                    runs=runs,
+                    timeout_s=timeout_s,
+                    script=script,
                 )
 
         try:

@@ -78,7 +78,8 @@ class HiddenTask:
     runner: str = ""
     """Whose report the command writes (`tasks.evidence.runners`); empty finds it in the command."""
     scripts: dict[str, str] = field(default_factory=dict)
-    """`run_script.sh` and `parser.py` of SWE-bench Pro; the command is the script's argument."""
+    """`run_script.sh` and `parser.py` of SWE-bench Pro, whose command is the script's argument; or,
+    with the runner `harbor`, files by absolute path, the command being one of them."""
     hidden_patch: bytes = b""
     """Git diff of the hidden tests, applied after the submitted one."""
     skippable_tests: tuple[str, ...] = ()

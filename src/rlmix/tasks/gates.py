@@ -5,10 +5,14 @@ Invariant: a task is accepted only on runs that were made; a fault of the sandbo
 one and never taken for a flaky test.
 """
 
+import base64
+import shlex
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
-from rlmix.core.errors import RlmixError
+from rlmix.core.errors import DataError, RlmixError, SandboxError
 from rlmix.core.task import HiddenTask, PublicTask
 from rlmix.core.trajectory import Outcome
 from rlmix.sandbox.protocol import SandboxBackend
@@ -44,15 +48,17 @@ async def check_task(
     *,
     runs: int,
     timeout_s: float,
+    script: Mapping[str, str] | None = None,
 ) -> GateResult:
     """Run the gates of one task.
 
     Args:
-        reference: the fix as a diff; empty when the set has none.
+        reference: the fix as a diff; empty when the set has none, or a script makes it.
+        script: absolute path -> content of the files that make the fix; the first one is run.
         runs: how often each gate is run, at least 1.
         timeout_s: the limit of a verdict, as in training.
     """
-    longest_s, count, weak = 0.0, 0, not reference
+    longest_s, count, weak = 0.0, 0, not (reference or script)
 
     async def once(diff: bytes) -> Verdict:
         nonlocal longest_s, count
@@ -72,6 +78,10 @@ async def check_task(
         )
 
     try:
+        if script and not reference:
+            reference = await solve(public, script, backend, timeout_s=timeout_s)
+            if not reference:
+                return end("reference earns 0: its script changes nothing in the repository")
         for diff, wanted in ((reference, Outcome.PASS), (b"", Outcome.FAIL)):
             if wanted is Outcome.PASS and not reference:
                 continue
@@ -85,6 +95,34 @@ async def check_task(
     except RlmixError as error:
         return end(f"cannot be run: {error}")
     return end("")
+
+
+async def solve(
+    public: PublicTask, script: Mapping[str, str], backend: SandboxBackend, *, timeout_s: float
+) -> bytes:
+    """The diff that a reference script makes in a sandbox of the task.
+
+    Raises:
+        SandboxError: the sandbox broke, or the script cannot be put into it.
+        DataError: the script failed.
+    """
+    sandbox = await backend.create(await backend.prepare(public.repository))
+    try:
+        for path, text in script.items():
+            content = base64.b64encode(text.encode("utf-8", "surrogateescape")).decode()
+            place = shlex.quote(path)
+            put = f"mkdir -p {shlex.quote(str(PurePosixPath(path).parent))} && base64 -d >{place}"
+            done = await sandbox.run(f"{put} <<'END'\n{content}\nEND\nchmod 755 {place}")
+            if done.exit_code != 0:
+                raise SandboxError(f"{path} cannot be written: {done.output.strip()[-200:]}")
+        first = shlex.quote(next(iter(script)))
+        done = await sandbox.run(f"bash {first}", timeout_s=timeout_s)
+        if done.exit_code != 0 or done.timed_out:
+            said = done.output.strip()[-200:]
+            raise DataError(f"the reference's script ends with {done.exit_code}: {said}")
+        return await sandbox.capture_diff()
+    finally:
+        await sandbox.destroy()
 
 
 def _reason(verdicts: list[Verdict], wanted: Outcome) -> str:

@@ -12,7 +12,7 @@ Invariant: `public` reads `tasks.jsonl` only, so a rollout process never opens t
 """
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from rlmix.core.task import HiddenTask, PreparedRepository, PublicTask
 from rlmix.tasks.evidence.runners import RUNNERS
 from rlmix.tasks.prepare.manifest import Excluded, Manifest
 from rlmix.tasks.record import SourceTask
+from rlmix.tasks.verdict import HARBOR
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PRO = "pro"
 """Kind of tests of SWE-bench Pro: a script and a parser per task."""
 HARD_FILES = ("hard_ids.txt", "v2/hard51_ids.txt", "hard51_ids.txt")
@@ -31,25 +32,45 @@ EVAL_FRAC = 0.1
 """Share of a set's tasks that are held out for the closing evaluation, by hash of the id."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedTask:
+    """One task whose repository is in place."""
+
+    task: SourceTask
+    manifest: Manifest
+    folder: Path
+    """Of its repository."""
+    rootfs: Path
+    """Its unpacked image."""
+    diff: str
+    """The reference fix; empty for none, or for one that a script makes."""
+
+
 def write_set(
     out: Path,
     *,
     name: str,
     revision: str,
-    done: list[tuple[SourceTask, Manifest, Path, str]],
+    done: list[PreparedTask],
     excluded: list[Excluded],
 ) -> None:
-    """Write the files of a prepared set; the repositories are there already.
-
-    Args:
-        done: task, manifest, folder of the repository, reference fix as a diff ("" for none).
-    """
+    """Write the files of a prepared set; the repositories are there already."""
     public = [
-        {**asdict(task.public), "folder": str(folder.relative_to(out)), "commit": manifest.commit}
-        for task, manifest, folder, _ in done
+        {
+            **asdict(one.task.public),
+            "folder": str(one.folder.relative_to(out)),
+            "commit": one.manifest.commit,
+            "workdir": one.manifest.workdir,
+            "rootfs": str(one.rootfs.resolve()) if one.manifest.has_programs else "",
+        }
+        for one in done
     ]
-    hidden = [asdict(task.hidden) for task, _, _, _ in done]
-    gold = [{"task_id": task.public.task_id, "diff": diff} for task, _, _, diff in done if diff]
+    hidden = [asdict(one.task.hidden) for one in done]
+    gold = [
+        {"task_id": one.task.public.task_id, "diff": one.diff, "script": _script(one.task)}
+        for one in done
+        if one.diff or _script(one.task)
+    ]
     _write_lines(out / "tasks.jsonl", public)
     _write_lines(out / "hidden.jsonl", hidden)
     _write_lines(out / "gold.jsonl", gold)
@@ -62,6 +83,10 @@ def write_set(
         "excluded": len(excluded),
     }
     _write(out / "set.json", json.dumps(facts, indent=1) + "\n")
+
+
+def _script(task: SourceTask) -> dict[str, str]:
+    return {} if task.gold is None else task.gold.script
 
 
 def _write_lines(path: Path, records: list[dict[str, Any]]) -> None:
@@ -98,7 +123,7 @@ class PreparedSource:
         ]
         self._public = {record["task_id"]: record for record in chosen[:limit]}
         self._hidden: dict[str, dict[str, Any]] | None = None
-        self._gold: dict[str, str] | None = None
+        self._gold: dict[str, dict[str, Any]] | None = None
 
     def task_ids(self) -> tuple[str, ...]:
         return tuple(self._public)
@@ -110,7 +135,12 @@ class PreparedSource:
             split="eval" if is_held_out(task_id) else "train",
             issue=record["prompt"],
             prepared=PreparedRepository(
-                folder=str((self._folder / record["folder"]).resolve()), commit=record["commit"]
+                folder=str((self._folder / record["folder"]).resolve()),
+                commit=record["commit"],
+                workdir=record["workdir"],
+                image=(record["image"] or {}).get("ref", ""),
+                rootfs=record["rootfs"],
+                writable=tuple(record["writable"]),
             ),
             tags={"source": record["source"], "language": record["language"]},
         )
@@ -123,11 +153,19 @@ class PreparedSource:
         return hidden_task(self._hidden[task_id])
 
     def reference(self, task_id: str) -> bytes:
-        """The reference fix, for gates; empty when the set has none."""
+        """The reference fix, for gates; empty when the set has none, or a script makes it."""
+        diff: str = self._golden(task_id).get("diff", "")
+        return diff.encode("utf-8", "surrogateescape")
+
+    def script(self, task_id: str) -> dict[str, str]:
+        """Absolute path -> content of the script (the first one) that makes the reference fix."""
+        return dict(self._golden(task_id).get("script", {}))
+
+    def _golden(self, task_id: str) -> dict[str, Any]:
         if self._gold is None:
             records = _read(self._folder / "gold.jsonl")
-            self._gold = {one["task_id"]: one["diff"] for one in records}
-        return self._gold.get(task_id, "").encode("utf-8", "surrogateescape")
+            self._gold = {one["task_id"]: one for one in records}
+        return self._gold.get(task_id, {})
 
     def record(self, task_id: str) -> dict[str, Any]:
         """What `tasks.jsonl` says of a task."""
@@ -148,16 +186,17 @@ def failed_gates(folder: Path) -> frozenset[str]:
 
 def hidden_task(record: dict[str, Any]) -> HiddenTask:
     """The hidden half in the form that verdicts take."""
-    is_pro = record["runner"] == PRO
-    if record["runner"] and not is_pro and record["runner"] not in RUNNERS:
+    is_pro, is_harbor = record["runner"] == PRO, record["runner"] == HARBOR
+    if record["runner"] and record["runner"] not in (*RUNNERS, PRO, HARBOR):
         raise DataError(
             f"task {record['task_id']}: nobody reads the runner {record['runner']!r}; allowed: "
-            f"{', '.join((*RUNNERS, PRO))}"
+            f"{', '.join((*RUNNERS, PRO, HARBOR))}"
         )
+    has_scripts = is_pro or is_harbor
     return HiddenTask(
         task_id=record["task_id"],
-        tests={} if is_pro else record["files"],
-        scripts=record["files"] if is_pro else {},
+        tests={} if has_scripts else record["files"],
+        scripts=record["files"] if has_scripts else {},
         required_tests=tuple(record["fail_to_pass"]),
         skippable_tests=tuple(record["pass_to_pass"]),
         reference_diff="",

@@ -55,6 +55,8 @@ class TaskRecord:
     workdir: str
     base: Base
     limits: Limits = field(default_factory=Limits)
+    writable: tuple[str, ...] = ()
+    """Absolute folders outside of the repository that its tests fill; empty at the start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +77,9 @@ class HiddenRecord:
     """How names of the set follow from names of the runner (`tasks.evidence.names`)."""
     image_paths: tuple[str, ...] = ()
     """Absolute paths in the image that hold tests or verdicts and must be out of the agent's."""
+    from_image: dict[str, str] = field(default_factory=dict)
+    """File or folder of the image that decides -> its place in the repository when it is judged.
+    Preparation takes them out of the image and into `files`."""
     env: dict[str, str] = field(default_factory=dict)
 
 
@@ -88,6 +93,8 @@ class GoldRecord:
     """The patch makes the bug; the fix is its reverse."""
     commit: str = ""
     """The commit that fixes it upstream, where the set names it: must not be reachable."""
+    script: dict[str, str] = field(default_factory=dict)
+    """Absolute path -> content, where a script (the first of them) makes the fix, not a diff."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -190,6 +190,34 @@ def decide_pro(run: CommandRun, names: tuple[str, ...]) -> Verdict:
     )
 
 
+def decide_harbor(run: CommandRun, reward: float | str | None) -> Verdict:
+    """The rule of Harbor tasks. The script wrote its reward beside the code that it tested, so a
+    pass is weak.
+
+    Args:
+        reward: the number in the script's file; the name of a file that holds none; None when it
+            wrote none, and its exit code decides.
+    """
+    if run.exit_code is None:
+        outcome, detail = Outcome.FAIL, "timed_out"
+    elif isinstance(reward, str):
+        outcome, detail = Outcome.FAIL, f"{reward} holds no number"
+    elif reward is not None:
+        outcome = Outcome.PASS if reward >= 1 else Outcome.FAIL
+        detail = f"the script's reward is {reward:g}"
+    else:
+        outcome = Outcome.PASS if run.exit_code == 0 else Outcome.FAIL
+        detail = f"exit {run.exit_code} of the script, which wrote no reward"
+    return Verdict(
+        outcome=outcome,
+        detail=detail,
+        reverted=run.reverted,
+        exit_code=run.exit_code,
+        timed_out=run.exit_code is None,
+        is_weak=True,
+    )
+
+
 def decide_unittest(
     lines: list[tuple[str, str]], result: PythonResult, required: tuple[str, ...]
 ) -> Verdict:

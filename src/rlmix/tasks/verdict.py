@@ -18,6 +18,7 @@ from rlmix.core.task import HiddenTask, PublicTask
 from rlmix.core.trajectory import Outcome
 from rlmix.sandbox.protocol import PythonResult, SandboxBackend
 from rlmix.sandbox.repository import checked_path
+from rlmix.tasks.evidence.harbor import NAMES, parse_reward
 from rlmix.tasks.evidence.junit import parse_junit
 from rlmix.tasks.evidence.names import renamed
 from rlmix.tasks.evidence.pro import parse_pro
@@ -29,10 +30,13 @@ from rlmix.tasks.rule import (
     Verdict,
     baseline_of,
     decide_command,
+    decide_harbor,
     decide_pro,
     decide_unittest,
 )
 
+HARBOR = "harbor"
+"""Runner of tasks whose own script says the reward."""
 VERDICT_TIMEOUT_S = 10.0
 """Generated tests take milliseconds; a diff with an endless loop costs this much."""
 MAX_ATTEMPTS = 2
@@ -69,6 +73,12 @@ async def judge(
         return Verdict(outcome=Outcome.FAIL, detail="empty_diff")
     if _GITLINK.search(diff):
         return Verdict(outcome=Outcome.FAIL, detail="diff_refused: it adds a submodule")
+    if hidden.runner == HARBOR:
+        answer = await _ask(public, hidden, diff, backend, timeout_s=timeout_s)
+        if isinstance(answer, Verdict):
+            return answer
+        harbor = command_run(*answer, hidden)
+        return harbor if isinstance(harbor, Verdict) else decide_harbor(harbor, _reward(answer[0]))
     if hidden.scripts:
         answer = await _ask(public, hidden, diff, backend, timeout_s=timeout_s)
         if isinstance(answer, Verdict):
@@ -113,6 +123,17 @@ def _needs_baseline(hidden: HiddenTask) -> bool:
 
 
 Lines = list[tuple[str, str]]
+
+
+def _reward(lines: Lines) -> float | str | None:
+    """What the script's own file says: a number, the name of a file that holds none, or None
+    when it wrote none."""
+    said = dict(lines)
+    for name in NAMES:
+        if name in said:
+            found = parse_reward(name, unpacked(said[name]))
+            return name if found is None else found
+    return None
 
 
 async def _ask(
@@ -167,6 +188,8 @@ async def _run(
         }
         limit_s = timeout_s + AROUND_COMMAND_S
         name = "pro" if hidden.scripts else "command"
+        if hidden.runner == HARBOR:
+            name = "harbor"
         return await sandbox.run_python(program(name), data, limit_s)
     finally:
         await sandbox.destroy()
@@ -219,7 +242,7 @@ def command_run(lines: Lines, result: PythonResult, hidden: HiddenTask) -> Comma
         return fail(f"verdict was ended before its time (exit {result.exit_code}): {first_line}")
     runner = None if hidden.scripts else runner_of(hidden.test_command, hidden.runner)
     report = None
-    if hidden.scripts and said["exit"] != "none":
+    if hidden.runner != HARBOR and hidden.scripts and said["exit"] != "none":
         if "outcomes" not in said:
             return fail(f"the parser of the task read nothing: {said.get('unread', '')[-200:]}")
         report = parse_pro(unpacked(said["outcomes"]))

@@ -260,7 +260,7 @@ def test_a_list_of_hard_tasks_goes_along(tmp_path: Path) -> None:
 
 def test_a_reference_with_bytes_that_are_no_utf8_comes_back_as_it_was(tmp_path: Path) -> None:
     text = json.dumps({"task_id": "t", "diff": b"+caf\xe9\n".decode("utf-8", "surrogateescape")})
-    write(tmp_path, {"set.json": '{"schema_version": 1, "source": "mimo", "revision": "r"}',
+    write(tmp_path, {"set.json": '{"schema_version": 2, "source": "mimo", "revision": "r"}',
                      "tasks.jsonl": "", "gold.jsonl": text + "\n"})  # fmt: skip
     source = PreparedSource(tmp_path, name="mimo", split="train", limit=None)
     assert source.reference("t") == b"+caf\xe9\n"
@@ -269,7 +269,7 @@ def test_a_reference_with_bytes_that_are_no_utf8_comes_back_as_it_was(tmp_path: 
 def test_a_folder_that_is_no_prepared_set_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no prepared set there; make one with `rlmix tasks pre"):
         PreparedSource(tmp_path, name="mimo", split="train", limit=None)
-    write(tmp_path, {"set.json": '{"schema_version": 1, "source": "mimo", "revision": "r"}',
+    write(tmp_path, {"set.json": '{"schema_version": 2, "source": "mimo", "revision": "r"}',
                      "tasks.jsonl": ""})  # fmt: skip
     with pytest.raises(ConfigError, match=r"holds mimo, and tasks\.source=r2e_gym"):
         PreparedSource(tmp_path, name="r2e_gym", split="train", limit=None)

@@ -10,6 +10,7 @@ SHARED = ("tree.py", "protected.py", "restore.py")
 PARTS = {
     "unittest": SHARED,
     "command": (*SHARED, "processes.py", "submission.py"),
+    "harbor": (*SHARED, "processes.py", "submission.py"),
     "pro": (*SHARED, "processes.py", "submission.py"),
 }
 """Files whose definitions stand in front of a program's own."""

@@ -42,7 +42,7 @@ def apply_submission(data, say):
             say("hidden_unappliable", str(status))
             return False
     for path, text in data["tests"].items():
-        write_file(repo, path, text.encode(), 0o644)
+        write_file(repo, path, text.encode("utf-8", "surrogateescape"), 0o644)
     say("applied")
     return True
 

@@ -87,6 +87,24 @@ def is_git_data(path: str, file: Path) -> bool:
         return stream.read(16) in _BUNDLE
 
 
+def has_programs(rootfs: Path) -> bool:
+    """Whether commands can run in the image: it holds a shell.
+
+    Raises:
+        DataError: it has a shell and no git, which every sandbox records diffs with.
+    """
+    tops = ("bin", "usr/bin", "usr/local/bin")
+
+    def has(name: str) -> bool:
+        return any(resolve(rootfs, f"{top}/{name}").is_file() for top in tops)
+
+    if not has("bash"):
+        return False
+    if not has("git"):
+        raise DataError("the image has no git, which sandboxes record the diff with")
+    return True
+
+
 def git_dir_of(rootfs: Path, workdir: Path) -> Path:
     """The git folder of a work tree; a `.git` file (worktree, submodule) is followed once.
 

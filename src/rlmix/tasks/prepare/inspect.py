@@ -3,6 +3,7 @@
 The proof is what the re-created repository holds (`proof.py`); this only says what was left behind.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ class Original:
     """An image's repository as it was found."""
 
     env: Mapping[str, str]
-    """Names the git folder to git, and keeps it inside the image."""
+    """Names the git folder to git, and keeps it inside the image; empty where there is none."""
     head: str
     """Commit of HEAD; empty when there is none."""
     base: str
@@ -64,6 +65,8 @@ def inspect(rootfs: Path, repo: Path, commit: str) -> Original:
     Raises:
         DataError: no repository, one that points out of the image, or it lacks the base.
     """
+    if not commit and not os.path.lexists(repo / ".git"):
+        return _without_git()
     git_dir = git_dir_of(rootfs, repo)
     env = git_environment(rootfs, repo, git_dir)
     head = git("rev-parse", "--verify", "--quiet", "HEAD^{commit}", cwd=repo, env=env, check=False)
@@ -93,6 +96,21 @@ def inspect(rootfs: Path, repo: Path, commit: str) -> Original:
         channels=tuple(said for path, said in CHANNELS.items() if (git_dir / path).exists()),
         tag=tag,
         tag_distance=distance,
+    )
+
+
+def _without_git() -> Original:
+    """A folder that no repository records: its files are the base, and nothing is behind them."""
+    return Original(
+        env={},
+        head="",
+        base="",
+        num_refs=0,
+        num_objects=0,
+        num_beyond_base=0,
+        channels=(),
+        tag="",
+        tag_distance=0,
     )
 
 

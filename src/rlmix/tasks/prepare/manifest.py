@@ -1,9 +1,9 @@
 """What was done to a task and what was proven; written last, read before any work is repeated."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,8 +27,10 @@ class Manifest:
     ignored: tuple[str, ...]
     """Files that git ignores and that were kept (build outputs), at most 100 named."""
     num_ignored: int
-    env: dict[str, str] = field(default_factory=dict)
-    """What a build needs because tags and history are gone."""
+    workdir: str
+    """Where the repository lies in the image, links resolved."""
+    has_programs: bool
+    """The image brings its own programs; without them commands run with this machine's."""
     proof: tuple[str, ...] = ()
     """Sentences, each one checked."""
     schema_version: int = SCHEMA_VERSION

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlmix.core.errors import DataError
+from rlmix.sandbox.layers import mark_hidden
 from rlmix.tasks.prepare.image import is_git_data, is_git_folder, plain_file, resolve
 from rlmix.tasks.prepare.lines import Find, find_lines
 from rlmix.tasks.prepare.worktree import walk
@@ -100,14 +101,14 @@ def make_overlay(
             if place == rootfs or workdir.is_relative_to(place):
                 raise Unproven(f"{path} of the image is above its repository and must be hidden")
             if not place.is_relative_to(workdir):
-                done.append(_whiteout(overlay, f"/{place.relative_to(rootfs).as_posix()}"))
+                done.append(_whiteout(overlay, rootfs, f"/{place.relative_to(rootfs).as_posix()}"))
     files: list[tuple[str, Path]] = []
     for path, _entry in _walk_image(rootfs, inside):
         if f"/{path}" in done:
             continue
         place = rootfs / path
         if is_git_folder(place) or (entry_is_file(place) and is_git_data(path, place)):
-            done.append(_whiteout(overlay, f"/{path}"))
+            done.append(_whiteout(overlay, rootfs, f"/{path}"))
         elif entry_is_file(place):
             files.append((path, place))
     found = [find for find in find_lines(files, lines) if not _below(done, find.path)]
@@ -151,7 +152,7 @@ def _remove_or_replace(find: Find, rootfs: Path, repo: Path, overlay: Path) -> l
         done.append(f"/{path}")
         done += _bytecode_of(path, rootfs, overlay)
     elif any(part in f"/{path}" for part in PACKAGE_CACHES):
-        done.append(_whiteout(overlay, f"/{path}"))
+        done.append(_whiteout(overlay, rootfs, f"/{path}"))
     else:
         raise Unproven(f"/{find.sentence()}")
     return done
@@ -185,12 +186,12 @@ def _bytecode_of(path: str, rootfs: Path, overlay: Path) -> list[str]:
     stem = file.name.removesuffix(".py")
     compiled = (file.parent / "__pycache__").glob(f"{stem}.*.pyc")
     return [
-        _whiteout(overlay, f"/{one.relative_to(rootfs).as_posix()}") for one in sorted(compiled)
+        _whiteout(overlay, rootfs, f"/{one.relative_to(rootfs).as_posix()}")
+        for one in sorted(compiled)
     ]
 
 
-def _whiteout(overlay: Path, path: str) -> str:
-    target = overlay / path.strip("/")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    (target.parent / f".wh.{target.name}").touch()
+def _whiteout(overlay: Path, rootfs: Path, path: str) -> str:
+    place = rootfs / path.strip("/")
+    mark_hidden(overlay, path, is_folder=place.is_dir() and not place.is_symlink())
     return path

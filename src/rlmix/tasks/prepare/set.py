@@ -5,19 +5,22 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlmix.core.errors import ConfigError, DataError
 from rlmix.tasks.prepare.git import git
+from rlmix.tasks.prepare.image import resolve
 from rlmix.tasks.prepare.manifest import Excluded, Manifest
 from rlmix.tasks.prepare.task import prepare_task
-from rlmix.tasks.prepared import HARD_FILES, write_set
+from rlmix.tasks.prepared import HARD_FILES, PreparedTask, write_set
 from rlmix.tasks.record import BadRow, SourceTask
 from rlmix.tasks.sources.read import read_set
 
 REPOSITORIES = "repositories"
 MAX_LISTED = 10
+MAX_IMAGE_TESTS_BYTES = 16 << 20
+"""They travel to every sandbox that judges the task."""
 MAX_NAME_CHARS = 200
 """With a digest and `.incomplete` behind it still a name that every file system takes."""
 
@@ -71,7 +74,7 @@ def prepare_set(
             f"tasks prepare {name} --strict: {len(excluded)} of {found.num_rows} rows cannot be "
             f"read: {listed}{more}; mend them, or leave out --strict to prepare the others"
         )
-    done: list[tuple[SourceTask, Manifest, Path, str]] = []
+    done: list[PreparedTask] = []
     (out / REPOSITORIES).mkdir(parents=True, exist_ok=True)
     for task in found.tasks:
         task_id = task.public.task_id
@@ -86,21 +89,46 @@ def prepare_set(
             excluded.append(manifest)
             continue
         try:
-            diff = reference_diff(task, folder, manifest.commit)
+            diff = _reference(task, folder, manifest.commit)
+            judged = with_image_files(task, rootfs)
         except DataError as error:
             shutil.rmtree(folder)
-            reason = f"the reference fix does not apply to the base: {error}"
-            excluded.append(Excluded(task_id=task_id, reason=reason))
+            excluded.append(Excluded(task_id=task_id, reason=str(error)))
             continue
-        done.append((task, manifest, folder, diff))
+        done.append(
+            PreparedTask(task=judged, manifest=manifest, folder=folder, rootfs=rootfs, diff=diff)
+        )
     copy_hard_ids(path, out)
     write_set(out, name=name, revision=revision, done=done, excluded=excluded)
     return PreparedSet(
         num_rows=found.num_rows,
-        done=tuple(manifest for _, manifest, _, _ in done),
+        done=tuple(one.manifest for one in done),
         excluded=tuple(excluded),
         bad=found.bad,
     )
+
+
+def with_image_files(task: SourceTask, rootfs: Path) -> SourceTask:
+    """The task with the files of its image that decide, which its sandboxes no longer see.
+
+    Raises:
+        DataError: one is not there, or they are too large to be carried along.
+    """
+    files = dict(task.hidden.files)
+    size = 0
+    for path, name in task.hidden.from_image.items():
+        place = resolve(rootfs.resolve(), path)
+        found = [place] if place.is_file() else sorted(place.rglob("*"))
+        kept = [file for file in found if file.is_file() and not file.is_symlink()]
+        if not kept:
+            raise DataError(f"the image has no {path}, which decides")
+        for file in kept:
+            size += file.stat().st_size
+            if size > MAX_IMAGE_TESTS_BYTES:
+                raise DataError(f"{path} of the image is larger than {MAX_IMAGE_TESTS_BYTES} bytes")
+            inside = "" if file == place else f"/{file.relative_to(place).as_posix()}"
+            files[name + inside] = file.read_bytes().decode("utf-8", "surrogateescape")
+    return replace(task, hidden=replace(task.hidden, files=files))
 
 
 def copy_hard_ids(path: Path, out: Path) -> None:
@@ -150,6 +178,13 @@ def _no_image(task: SourceTask, images: Path) -> str:
     image = task.public.image
     ref = image.ref if image is not None else "the set names none"
     return f"no unpacked image {images}/{slug(task.public.task_id)} (image: {ref})"
+
+
+def _reference(task: SourceTask, folder: Path, commit: str) -> str:
+    try:
+        return reference_diff(task, folder, commit)
+    except DataError as error:
+        raise DataError(f"the reference fix does not apply to the base: {error}") from None
 
 
 def reference_diff(task: SourceTask, folder: Path, commit: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlmix.core.errors import DataError
 from rlmix.tasks.prepare.git import git
-from rlmix.tasks.prepare.image import plain_file, resolve
+from rlmix.tasks.prepare.image import has_programs, plain_file, resolve
 from rlmix.tasks.prepare.inspect import Original, inspect
 from rlmix.tasks.prepare.lines import telling_lines
 from rlmix.tasks.prepare.manifest import SCHEMA_VERSION, Excluded, Manifest
@@ -75,6 +75,7 @@ def _prepare(task: SourceTask, rootfs: Path, work: Path, inputs: str) -> Manifes
     source = resolve(rootfs, public.workdir)
     if source == rootfs or not source.is_dir():
         raise DataError(f"the image has no folder {public.workdir}")
+    with_programs = has_programs(rootfs)
     original = inspect(rootfs, source, public.base.commit if public.base.kind == "commit" else "")
     is_commit = public.base.kind == "commit" and original.head != original.base
     gone = _hidden_paths(task)
@@ -127,6 +128,8 @@ def _prepare(task: SourceTask, rootfs: Path, work: Path, inputs: str) -> Manifes
         overlaid=(*replaced, *overlaid),
         ignored=tuple(ignored[:MAX_NAMED]),
         num_ignored=len(ignored),
+        workdir=f"/{source.relative_to(rootfs).as_posix()}",
+        has_programs=with_programs,
         proof=(*proof, _said_of_fix(fix, fix_lines, overlaid)),
     )
 

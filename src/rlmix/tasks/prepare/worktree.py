@@ -100,7 +100,9 @@ def _is_git(entry: os.DirEntry[str], path: str, own: set[str], folders: set[str]
 
 
 def indexed(repo: Path, env: Mapping[str, str]) -> list[str]:
-    """Paths that the index of the image's repository records."""
+    """Paths that the index of the image's repository records; none without one."""
+    if not env:
+        return []
     listing = git("ls-files", "-z", cwd=repo, env=dict(env))
     return [os.fsdecode(path) for path in listing.split(b"\0") if path]
 

@@ -27,6 +27,10 @@ from rlmix.tasks.sources.rows import Row
 
 NEEDED = ("instruction.md", "task.toml")
 WORKDIR = "/app"
+PRO_SCRIPTS = ("run_script.sh", "parser.py")
+SOLVE = "solution/solve.sh"
+OUTSIDE = ("/tests", "/logs", "/solution")
+"""Folders of the harness: an agent finds them empty, its judge fills them."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([MGTmgt])i?[Bb]?\s*")
 MIB = {"M": 1, "G": 1024, "T": 1024 * 1024}
 
@@ -70,9 +74,14 @@ def read_harbor(row: Row, *, source: str, revision: str) -> SourceTask | None:
         if diff.strip() and not is_diff(diff):
             row.refuse(column, "holds no git diff")
     config = _config(row)
-    hidden = _pro(row, config, patch) if config is not None else _plain(row, patch)
+    # Other adapters keep a config.json as well; only Pro's has a script and a parser beside it.
+    is_pro = source != "harbor" or all(f"tests/{name}" in row.values for name in PRO_SCRIPTS)
+    if config is not None and is_pro:
+        hidden: HiddenRecord = _pro(row, config, patch)
+    else:
+        hidden = _plain(row, patch, settings)
     image = _text(settings, "environment", "docker_image") or _from_dockerfile(row)
-    if row.problems or hidden is None:
+    if row.problems:
         return None
     return SourceTask(
         public=TaskRecord(
@@ -86,10 +95,27 @@ def read_harbor(row: Row, *, source: str, revision: str) -> SourceTask | None:
             workdir=_workdir(row),
             base=Base(kind="tree"),
             limits=limits,
+            writable=OUTSIDE if hidden.runner == "harbor" else (),
         ),
         hidden=hidden,
-        gold=GoldRecord(task_id=row.task_id, patch=gold) if gold.strip() else None,
+        gold=_gold(row, gold),
     )
+
+
+def _gold(row: Row, patch: str) -> GoldRecord | None:
+    """The diff, else the folder of the script that makes the fix."""
+    if patch.strip():
+        return GoldRecord(task_id=row.task_id, patch=patch)
+    if SOLVE not in row.values:
+        return None
+    names = [SOLVE, *(n for n in row.values if n.startswith("solution/") and n != SOLVE)]
+    script = {f"/{name}": as_text(row.values[name]) for name in names}
+    return GoldRecord(task_id=row.task_id, patch="", script=script)
+
+
+def as_text(content: str | bytes) -> str:
+    """A file as JSON can hold it; bytes that are no UTF-8 survive."""
+    return content if isinstance(content, str) else content.decode("utf-8", "surrogateescape")
 
 
 def _settings(row: Row) -> dict[str, Any]:
@@ -158,23 +184,29 @@ def pro_hidden(
         files={"run_script.sh": run_script, "parser.py": parser},
         fail_to_pass=required,
         pass_to_pass=kept,
-        image_paths=("/logs", "/tests", "/solution"),
+        image_paths=OUTSIDE,
     )
 
 
-def _plain(row: Row, patch: str) -> HiddenRecord | None:
+def _plain(row: Row, patch: str, settings: dict[str, Any]) -> HiddenRecord:
     row.text("tests/test.sh")
     files = {
-        f"/{name}": text
-        for name, text in row.values.items()
-        if name.startswith("tests/") and isinstance(text, str)
+        f"/{name}": as_text(content)
+        for name, content in row.values.items()
+        if name.startswith("tests/") and name != "tests/test_patch.patch"
     }
+    env = _part(_part(settings, "verifier"), "env")
+    for name, value in env.items():
+        if not isinstance(value, str) or "${" in value:
+            row.refuse("task.toml", f"verifier.env.{name} = {value!r} asks for a value of the host")
     return HiddenRecord(
         task_id=row.task_id,
-        test_command="bash /tests/test.sh",
+        test_command="/tests/test.sh",
+        runner="harbor",
         hidden_patch=patch,
         files=files,
-        image_paths=("/logs", "/tests", "/solution"),
+        image_paths=OUTSIDE,
+        env={str(name): str(value) for name, value in env.items()},
     )
 
 

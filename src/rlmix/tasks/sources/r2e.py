@@ -35,11 +35,14 @@ def read_r2e(row: Row, *, source: str, revision: str) -> SourceTask | None:
         ),
         hidden=HiddenRecord(
             task_id=row.task_id,
-            test_command=f"ln -s {TESTS} r2e_tests && bash {SCRIPT}",
+            test_command=f"bash {SCRIPT}",
             runner="pytest",
             fail_to_pass=required,
             name_style="last_parts",
-            image_paths=(TESTS, SCRIPT),
+            image_paths=(TESTS, SCRIPT, f"{WORKDIR}/r2e_tests"),
+            # Upstream links the folder into the repository before the agent starts; here it comes
+            # when the diff is judged.
+            from_image={TESTS: "r2e_tests", SCRIPT: "run_tests.sh"},
         ),
         # The commit is the fix itself; its content is in the row, as objects rather than a diff.
         gold=GoldRecord(task_id=row.task_id, patch="", commit=commit),

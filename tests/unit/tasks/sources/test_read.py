@@ -96,7 +96,12 @@ def test_r2e_takes_what_is_expected_to_pass_and_hides_what_the_image_holds(tmp_p
     (task,) = read(tmp_path, "r2e_gym", rows.R2E, suffix="parquet").tasks
     assert task.public.prompt == "total() subtracts"
     assert task.hidden.fail_to_pass == ("TestSums.test_adds", "test_zero")
-    assert task.hidden.image_paths == ("/r2e_tests", "/testbed/run_tests.sh")
+    assert task.hidden.image_paths == (
+        "/r2e_tests",
+        "/testbed/run_tests.sh",
+        "/testbed/r2e_tests",
+    )
+    assert task.hidden.from_image["/r2e_tests"] == "r2e_tests"
     assert task.gold is not None
     assert task.gold.commit == "c" * 40
 
@@ -185,7 +190,8 @@ def test_a_plain_harbor_folder_rests_on_its_script(tmp_path: Path) -> None:
     files = {k: v for k, v in rows.PRO_V2_FILES.items() if k != "tests/config.json"}
     files["task.toml"] = 'version = "1.0"\n[environment]\nmemory = "2G"\nstorage = "10G"\n'
     (task,) = read_set("harbor", harbor(tmp_path, files)).tasks
-    assert task.hidden.test_command == "bash /tests/test.sh"
+    assert (task.hidden.test_command, task.hidden.runner) == ("/tests/test.sh", "harbor")
+    assert task.public.writable == ("/tests", "/logs", "/solution")
     assert "/tests/test.sh" in task.hidden.files
     assert task.public.limits.memory_mib == 2048
     assert task.public.image is not None
