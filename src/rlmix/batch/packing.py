@@ -1,8 +1,9 @@
-"""Samples into padded micro-batches under a token budget.
+"""Samples into micro-batches under a token budget: in rows of their own, or one behind another.
 
-Invariants: every sample is in exactly one micro-batch, whole; rows times longest row never
-exceeds the budget; samples that need different arithmetic (kept sets, heads, neither; with or
-without gradient) never share one; the result depends on the samples only, not on time or hashing.
+Invariants: every sample is in exactly one micro-batch, whole; rows times longest row, or the sum of
+the documents in the single row, never exceeds the budget; samples that need different arithmetic
+(kept sets, heads, neither; with or without gradient) never share one; the result depends on the
+samples only, not on time or hashing.
 """
 
 # B rows, T padded length, P policy tokens of the micro-batch, H those with a head, K slots
@@ -12,8 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlmix.batch.balance import split_documents, split_rows
 from rlmix.core.errors import DataError
 from rlmix.core.sample import TrainSample
+
+LAYOUTS = {"rows": split_rows, "documents": split_documents}
+"""`rows`: a sample has a row, padded to the longest of the micro-batch. `documents`: all samples
+of a micro-batch lie one behind another in one row, and nothing is padded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,9 +34,9 @@ class MicroBatch:
     needs_gradient: bool
     """False when every advantage is 0: the logprobs are still measured."""
     rows_P: np.ndarray
-    """int64: row of each policy token."""
+    """int64: which of the micro-batch's samples each policy token belongs to."""
     cols_P: np.ndarray
-    """int64, >= 1: column of each policy token; the logits that predict it sit one to the left."""
+    """int64, >= 1: its place in its sample; the logits that predict it sit one to the left."""
     sampled_P: np.ndarray
     """int64 token ids."""
     sampler_logprobs_P: np.ndarray
@@ -58,6 +64,16 @@ class MicroBatch:
     experts_BTLK: np.ndarray | None = None
     """int16 [B, T, layers, experts per token], -1 where nothing was recorded and in the padding;
     None: nothing was recorded for any token."""
+    starts: np.ndarray | None = None
+    """int64 [samples + 1]: where in the single row each sample begins, and the row's end. None:
+    every sample has a row."""
+
+    @property
+    def places_P(self) -> tuple[np.ndarray, np.ndarray]:
+        """Row and column of each policy token in `ids_BT`."""
+        if self.starts is None:
+            return self.rows_P, self.cols_P
+        return np.zeros_like(self.rows_P), self.starts[self.rows_P] + self.cols_P
 
 
 def pool_names_of(samples: Sequence[TrainSample]) -> tuple[str, ...]:
@@ -65,12 +81,16 @@ def pool_names_of(samples: Sequence[TrainSample]) -> tuple[str, ...]:
     return tuple(sorted({name for sample in samples for name in sample.pool_names}))
 
 
-def pack_samples(samples: Sequence[TrainSample], *, max_tokens: int) -> list[MicroBatch]:
+def pack_samples(
+    samples: Sequence[TrainSample], *, max_tokens: int, layout: str = "rows", num_ranks: int = 1
+) -> list[MicroBatch]:
     """Length-sorted micro-batches of at most `max_tokens` tokens, padding included.
 
     Args:
         samples: any order; at least one policy token each, token 0 never one of them.
-        max_tokens: budget of rows times padded length.
+        max_tokens: budget of rows times padded length, or of all documents' tokens.
+        layout: a key of `LAYOUTS`.
+        num_ranks: among which the micro-batches will be shared out.
     Raises:
         DataError: a sample alone is longer than the budget, or its first token is a policy token.
     """
@@ -89,42 +109,32 @@ def pack_samples(samples: Sequence[TrainSample], *, max_tokens: int) -> list[Mic
     for kind in sorted(classes, reverse=True):
         indices = classes[kind]
         lengths = [len(samples[index].ids) for index in indices]
-        for chosen in split_by_budget(lengths, max_tokens=max_tokens):
+        for chosen in LAYOUTS[layout](lengths, max_tokens=max_tokens, num_ranks=num_ranks):
             numbers = [indices[place] for place in chosen]
             micro_batches.append(
-                _collate([samples[n] for n in numbers], numbers=numbers, pool_names=pool_names)
+                _collate(
+                    [samples[n] for n in numbers],
+                    numbers=numbers,
+                    pool_names=pool_names,
+                    is_one_row=layout == "documents",
+                )
             )
     return micro_batches
 
 
-def split_by_budget(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Indices grouped so that count times longest stays within `max_tokens`, longest first.
-
-    Sorting by length keeps padding small; ties keep their order.
-    """
-    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    if order and lengths[order[0]] > max_tokens:
-        raise DataError(
-            f"batch: a sample of {lengths[order[0]]} tokens does not fit into "
-            f"trainer.micro_batch_tokens={max_tokens}; raise it, or lower "
-            "session.max_context_tokens"
-        )
-    groups: list[list[int]] = []
-    for index in order:
-        longest = lengths[groups[-1][0]] if groups else 0
-        if groups and (len(groups[-1]) + 1) * longest <= max_tokens:
-            groups[-1].append(index)
-        else:
-            groups.append([index])
-    return groups
-
-
 def _collate(
-    samples: Sequence[TrainSample], *, numbers: Sequence[int], pool_names: tuple[str, ...]
+    samples: Sequence[TrainSample],
+    *,
+    numbers: Sequence[int],
+    pool_names: tuple[str, ...],
+    is_one_row: bool,
 ) -> MicroBatch:
-    ids_BT = np.zeros((len(samples), max(len(sample.ids) for sample in samples)), dtype=np.int64)
-    for row, sample in enumerate(samples):
-        ids_BT[row, : len(sample.ids)] = sample.ids
+    lengths = [len(sample.ids) for sample in samples]
+    shape = (1, sum(lengths)) if is_one_row else (len(samples), max(lengths))
+    starts = np.concatenate([[0], np.cumsum(lengths)]) if is_one_row else None
+    ids_BT = np.zeros(shape, dtype=np.int64)
+    for number, sample in enumerate(samples):
+        ids_BT[_place(number, len(sample.ids), starts)] = sample.ids
     cols = [np.flatnonzero(sample.mask) for sample in samples]
     counts = [len(col) for col in cols]
 
@@ -158,11 +168,21 @@ def _collate(
         head_tokens_H=head_tokens_H,
         head_ids_HK=head_ids_HK,
         head_logprobs_HK=head_logprobs_HK,
-        experts_BTLK=_padded_experts(samples, length=ids_BT.shape[1]),
+        experts_BTLK=_padded_experts(samples, shape=shape, starts=starts),
+        starts=starts,
     )
 
 
-def _padded_experts(samples: Sequence[TrainSample], *, length: int) -> np.ndarray | None:
+def _place(number: int, length: int, starts: np.ndarray | None) -> tuple[int, slice]:
+    """Where a sample's tokens lie in [B, T]."""
+    if starts is None:
+        return number, slice(length)
+    return 0, slice(int(starts[number]), int(starts[number]) + length)
+
+
+def _padded_experts(
+    samples: Sequence[TrainSample], *, shape: tuple[int, int], starts: np.ndarray | None
+) -> np.ndarray | None:
     sizes = {sample.experts.shape[1:] for sample in samples if sample.experts is not None}
     if not sizes:
         return None
@@ -171,10 +191,10 @@ def _padded_experts(samples: Sequence[TrainSample], *, length: int) -> np.ndarra
             f"batch: sessions recorded experts of different sizes (layers, experts per token): "
             f"{sorted(sizes)}; all pools must serve the same model"
         )
-    experts_BTLK = np.full((len(samples), length, *sizes.pop()), -1, dtype=np.int16)
-    for row, sample in enumerate(samples):
+    experts_BTLK = np.full((*shape, *sizes.pop()), -1, dtype=np.int16)
+    for number, sample in enumerate(samples):
         if sample.experts is not None:
-            experts_BTLK[row, : len(sample.ids)] = sample.experts
+            experts_BTLK[_place(number, len(sample.ids), starts)] = sample.experts
     return experts_BTLK
 
 

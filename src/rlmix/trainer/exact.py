@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,7 +82,8 @@ class ExactPolicy(Policy):
             self._check_machine()
             self._check_function(name)
 
-    def hidden(self, ids_BT: Tensor) -> Tensor:
+    def hidden(self, ids_BT: Tensor, starts: np.ndarray | None = None) -> Tensor:
+        assert starts is None, "exact mode packs rows"
         return self._hidden(self._tensors(), ids_BT, None)
 
     def next_logprobs(
@@ -103,6 +105,7 @@ class ExactPolicy(Policy):
     ) -> TokenLogprobs:
         tensors = self._tensors()
         hidden_BTH, tally = self._replayed(tensors, batch)
+        assert batch.starts is None, "exact mode packs rows"
         rows_P, cols_P = torch.from_numpy(batch.rows_P), torch.from_numpy(batch.cols_P)
         hidden_PH = hidden_BTH[rows_P, cols_P - 1]
         ids_PK = torch.from_numpy(batch.sampled_P)[:, None]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,8 +24,17 @@ from rlmix.algos.corrections import in_compute_dtype
 from rlmix.algos.support import Support, kept_mask, on_kept_set, on_vocabulary
 from rlmix.batch.packing import MicroBatch
 from rlmix.core.errors import TrainerError
+from rlmix.trainer.documents import (
+    DOCUMENTS_ATTENTION,
+    FLASH_ATTENTION,
+    add_documents_attention,
+    check_no_leak,
+    documents_arguments,
+    reset_states,
+)
+from rlmix.trainer.recompute import no_contexts, recompute_layers
 from rlmix.trainer.routing import Routers, RoutingTally
-from rlmix.trainer.sharded import shard_model, whole
+from rlmix.trainer.sharded import decoder_layers, shard_model, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,6 +47,13 @@ SHORT_CONTEXT_TOKENS = 1024
 """Models that see no more than this get the plain attention: on the CPU a step is 21 % faster
 than with sdpa at 220 tokens, and closer to float64. Its memory grows with the square of the
 length, so longer models get sdpa. Numbers in docs/trainer.md."""
+
+OTHER_ATTENTION = {
+    SHORT_ATTENTION: LONG_ATTENTION,
+    LONG_ATTENTION: SHORT_ATTENTION,
+    DOCUMENTS_ATTENTION: SHORT_ATTENTION,
+}
+"""The same function with sums in another order, for a second look at one sample."""
 
 EXPERTS = "grouped_mm"
 """On the CPU 10 % faster than one matrix product per expert, with the same logprobs; batched_mm,
@@ -83,6 +100,20 @@ class Policy:
         self._is_sharded = False
         self._check_head()
         self._routers = Routers(model) if replays_routing else None
+
+    def take_documents(self) -> None:
+        """Prepare for micro-batches of packed documents; raises TrainerError where they would see
+        each other."""
+        if self.model.config._attn_implementation not in FLASH_ATTENTION:
+            add_documents_attention()
+            self.model.set_attn_implementation(DOCUMENTS_ATTENTION)
+        reset_states(decoder_layers(self.model))
+        check_no_leak(self.model, self.hidden)
+
+    def recompute(self) -> None:
+        """Keep only the layers' inputs for the backward pass. Comes before `shard`."""
+        contexts = no_contexts if self._routers is None else self._routers.contexts
+        recompute_layers(decoder_layers(self.model), contexts)
 
     @classmethod
     def load(
@@ -164,10 +195,15 @@ class Policy:
         """Trainable parameters by name, tied ones once."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def hidden(self, ids_BT: Tensor) -> Tensor:
-        """[B, T, H] last hidden states. Rows are padded on the right, so causality is the mask."""
+    def hidden(self, ids_BT: Tensor, starts: np.ndarray | None = None) -> Tensor:
+        """[B, T, H] last hidden states. Rows are padded on the right, so causality is the mask.
+
+        Args:
+            starts: as in `MicroBatch`: the single row holds documents that do not see each other.
+        """
+        arguments = {} if starts is None else documents_arguments(starts, ids_BT.device)
         return self.model.base_model(
-            input_ids=ids_BT, attention_mask=None, use_cache=False
+            input_ids=ids_BT, attention_mask=None, use_cache=False, **arguments
         ).last_hidden_state
 
     def logits(self, hidden_PH: Tensor) -> Tensor:
@@ -207,7 +243,7 @@ class Policy:
         kept sets and `replay`, renormalised on them; with a head, or without `replay`, over
         the whole vocabulary (then kept sets give no support: p and q would not share one).
         """
-        rows_P, cols_P = torch.from_numpy(batch.rows_P), torch.from_numpy(batch.cols_P)
+        rows_P, cols_P = map(torch.from_numpy, batch.places_P)
         asked = _Asked.of(batch)
 
         def body() -> tuple[Tensor, Tensor, Tensor, RoutingTally | None]:
@@ -237,12 +273,13 @@ class Policy:
         """[B, T, H] last hidden states, through the recorded experts where there is a record."""
         ids_BT = torch.from_numpy(batch.ids_BT)
         if self._routers is None:
-            return self.hidden(ids_BT), None
+            return self.hidden(ids_BT, batch.starts), None
         if batch.experts_BTLK is None:
-            return self.hidden(ids_BT), self._routers.empty_tally(batch.ids_BT.shape)
+            tally = self._routers.empty_tally(batch.ids_BT.shape)
+            return self.hidden(ids_BT, batch.starts), tally
         self._routers.check(batch)
         with self._routers.replaying(batch.experts_BTLK) as tally:
-            return self.hidden(ids_BT), tally
+            return self.hidden(ids_BT, batch.starts), tally
 
     def next_logprobs(
         self, ids_BT: Tensor, lengths: Sequence[int], *, temperature: float
@@ -275,7 +312,7 @@ class Policy:
         plain one would need memory for a long session's square.
         """
         used = self.model.config._attn_implementation
-        other = {SHORT_ATTENTION: LONG_ATTENTION, LONG_ATTENTION: SHORT_ATTENTION}.get(used, used)
+        other = OTHER_ATTENTION.get(used, used)
         if other == SHORT_ATTENTION and num_tokens > SHORT_CONTEXT_TOKENS:
             other = used
         return _with_attention(self.model, other)

@@ -12,7 +12,7 @@ Source: arXiv:2510.11370 (R3); arXiv:2512.02556 section 3.1 (keep routing).
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +94,8 @@ class Routers:
             )
         self._num_layers = int(model.config.get_text_config().num_hidden_layers)
         self._routers: list[tuple[int, nn.Module, bool]] = []
+        self._open: list[tuple[nn.Module, _Hook]] = []
+        """Hooks of the forward under way."""
         for where, router in found:
             layer = _LAYER.search(where)
             is_normalising = NORMALISES[type(router).__name__](router)
@@ -172,26 +174,47 @@ class Routers:
         """
         rows, length = experts_BTLK.shape[:2]
         tally = self.empty_tally((rows, length))
-        handles = []
+        hooks = []
+        for layer, router, is_normalising in self._routers:
+            recorded_BTK = torch.from_numpy(experts_BTLK[:, :, layer].astype(np.int64))
+            recorded_NK = recorded_BTK.view(rows * length, -1).to(self._device())
+            hooks.append((router, _Hook(recorded_NK, is_normalising, tally)))
+        self._open = hooks
         try:
-            for layer, router, is_normalising in self._routers:
-                recorded_BTK = torch.from_numpy(experts_BTLK[:, :, layer].astype(np.int64))
-                recorded_NK = recorded_BTK.view(rows * length, -1).to(self._device())
-                hook = _Hook(recorded_NK, is_normalising, tally)
-                handles.append(router.register_forward_hook(hook))
-            yield tally
+            with _hooked(hooks):
+                yield tally
         finally:
-            for handle in handles:
-                handle.remove()
+            self._open = []
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """For a layer that is computed again in the backward pass: now nothing, and then the
+        experts that are being replayed now, which are not counted a second time."""
+        again = [(router, hook.uncounted()) for router, hook in self._open]
+        return nullcontext(), _hooked(again)
+
+
+@contextmanager
+def _hooked(hooks: "Sequence[tuple[nn.Module, _Hook]]") -> Iterator[None]:
+    handles = [router.register_forward_hook(hook) for router, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Hook:
     """Replaces what one router gives in one forward."""
 
-    def __init__(self, recorded_NK: Tensor, is_normalising: bool, tally: RoutingTally) -> None:
+    def __init__(
+        self, recorded_NK: Tensor, is_normalising: bool, tally: RoutingTally | None
+    ) -> None:
         self._recorded_NK = recorded_NK
         self._is_normalising = is_normalising
         self._tally = tally
+
+    def uncounted(self) -> "_Hook":
+        return _Hook(self._recorded_NK, self._is_normalising, None)
 
     def __call__(
         self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]
@@ -199,9 +222,10 @@ class _Hook:
         logits_NE, shares_NK, own_NK = output
         is_recorded_N = self._recorded_NK[:, 0] >= 0
         chosen_NK = torch.where(is_recorded_N[:, None], self._recorded_NK, own_NK)
-        same_set_N = (chosen_NK.sort(-1).values == own_NK.sort(-1).values).all(-1)
-        self._tally.replayed_BT.view(-1).add_(is_recorded_N)
-        self._tally.agreed_BT.view(-1).add_(is_recorded_N & same_set_N)
+        if self._tally is not None:
+            same_set_N = (chosen_NK.sort(-1).values == own_NK.sort(-1).values).all(-1)
+            self._tally.replayed_BT.view(-1).add_(is_recorded_N)
+            self._tally.agreed_BT.view(-1).add_(is_recorded_N & same_set_N)
         shares = shares_at(logits_NE, chosen_NK, is_normalising=self._is_normalising)
         return logits_NE, shares.to(shares_NK.dtype), chosen_NK
 
@@ -258,7 +282,7 @@ def routing_metrics(
         replayed += int(tally.replayed_BT.sum())
         agreed += int(tally.agreed_BT.sum())
         for row, counts_BT in enumerate((tally.replayed_BT, tally.agreed_BT)):
-            counts_P = counts_BT.cpu().numpy()[batch.rows_P, batch.cols_P]
+            counts_P = counts_BT.cpu().numpy()[batch.places_P]
             np.add.at(by_pool[row], batch.pools_P, counts_P)
     metrics = {"routing/replayed_frac": replayed / total if total else 0.0}
     if replayed:

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlmix.batch.packing import pack_samples, pool_names_of, split_by_budget
+from rlmix.batch.balance import split_rows
+from rlmix.batch.packing import pack_samples, pool_names_of
 from rlmix.core.errors import DataError
 from rlmix.core.sample import TrainSample
 
@@ -119,8 +120,8 @@ def test_every_sample_is_packed_once_and_no_micro_batch_exceeds_the_budget(lengt
 
 
 def test_splitting_is_greedy_from_the_longest():
-    assert split_by_budget([5, 9, 5, 8], max_tokens=18) == [[1, 3], [0, 2]]
-    assert split_by_budget([], max_tokens=18) == []
+    assert split_rows([5, 9, 5, 8], max_tokens=18, num_ranks=1) == [[1, 3], [0, 2]]
+    assert split_rows([], max_tokens=18, num_ranks=1) == []
 
 
 def test_a_sample_longer_than_the_budget_names_the_key_to_change():
