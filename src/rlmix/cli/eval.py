@@ -256,7 +256,7 @@ def _progress() -> Iterator[Any]:
 
     def line(state: "Progress") -> None:
         nonlocal told_s
-        if time.monotonic() - told_s >= LINE_EVERY_S:
+        if state.running and time.monotonic() - told_s >= LINE_EVERY_S:
             told_s = time.monotonic()
             console.print(f"{state.done} of {state.needed} attempts; {_named(state)}", style="")
 

@@ -194,11 +194,12 @@ def _others(plan: RunPlan) -> "Table":
         f"{workers.workers} x {workers.concurrency} sessions, sandbox {workers.sandbox}",
     )
     if (evaluation := plan.evaluation) is not None:
+        every = evaluation.every_steps
+        when = f"every {every} steps" if every else "of checkpoints, by rlmix eval"
         table.add_row(
             "evaluation",
             f"{evaluation.data} ({evaluation.subset}), pass@{evaluation.k} of {evaluation.n} "
-            f"samples, {evaluation.weights}, every {evaluation.every_steps} steps; not in the "
-            "price",
+            f"samples, {evaluation.weights}, {when}; not in the price",
         )
     return table
 

@@ -384,6 +384,13 @@ CHECKS: Sequence[Callable[[TrainConfig], Iterator[Problem]]] = (
     _check_trainer,
     _check_inventory,
     _check_scaling,
+    if config.eval.every_steps % config.weights.publish_every:
+        yield Problem(
+            where="eval.every_steps",
+            what=f"got {config.eval.every_steps}, and versions are published every "
+            f"{config.weights.publish_every} steps",
+            allowed="use a multiple of weights.publish_every, or 0",
+        )
     _check_alarms,
     _check_sinks,
     _check_eval,

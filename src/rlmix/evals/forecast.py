@@ -9,8 +9,8 @@ from rlmix.plan.runplan import PoolPlan
 from rlmix.tasks.benchmark import Benchmark, repositories
 
 PULL_GIB, IMAGE_GIB = 3.0, 7.5
-"""Assumed size of one task image, compressed (the median of a public set) and unpacked, where nobody
-has measured it; images of one repository share layers, so this is an upper forecast."""
+"""Assumed size of one task image, compressed (the median of a public set) and unpacked, where
+nobody has measured it; images of one repository share layers, so this is an upper forecast."""
 PULL_MIB_PER_S = 50.0
 """Assumed speed of pulling; registries limit anonymous pulls, so a login or mirror is needed for
 hundreds of images."""

@@ -42,8 +42,22 @@ class PolicyAgent:
     task_ids = None
     works_in_sandbox = True
 
-    def __init__(self, *, engine: Engine, renderer: Renderer, sampling: Sampling) -> None:
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        renderer: Renderer,
+        sampling: Sampling,
+        min_version: int | None = None,
+    ) -> None:
+        """
+        Args:
+            min_version: oldest weight version that may answer; None takes any.
+        """
         self._engine, self._renderer, self._sampling = engine, renderer, sampling
+        self._min_version = min_version
+        self.versions: set[int] = set()
+        """Weight versions that tokens came from."""
         self._sessions = itertools.count()
 
     async def answer(self, task: BenchTask, number: int, backend: SandboxBackend) -> Answer:
@@ -65,6 +79,7 @@ class PolicyAgent:
             )
         except DataError as error:  # The prompt does not fit: this policy cannot work on it.
             return Answer(diff=b"", stop_reason=PROMPT_TOO_LONG, fault=str(error))
+        self.versions |= {span.version for turn in done.turns for span in turn.version_spans}
         return answer_of(done, found)
 
     def _spec(self, task: BenchTask, number: int) -> SessionSpec:
@@ -87,6 +102,7 @@ class PolicyAgent:
             time_limit_s=task.agent_s,
             command_timeout_s=min(sampling.command_timeout_s, task.agent_s),
             output_chars=sampling.output_chars,
+            min_version=self._min_version,
             grade_unsubmitted=True,
         )
 

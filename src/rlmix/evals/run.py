@@ -96,9 +96,28 @@ async def evaluate(request: EvalRequest, scratch: Path) -> EvalResult:
     config, benchmark = request.config, request.benchmark
     refuse_unrunnable(benchmark)
     async with contextlib.AsyncExitStack() as exit_stack:
+        with contextlib.closing(Ledger(request.folder, question_of(request.facts))) as ledger:
+            is_missing = len(ledger.attempts) < len(benchmark.tasks) * config.eval.n
+        agent, engine_facts = await _agent(request, exit_stack, is_missing=is_missing)
+        result = await judge_all(request, scratch, agent, engine_facts)
+    if result.is_whole:  # The digest names the policy; its copy is of no further use.
+        shutil.rmtree(request.folder / WEIGHTS, ignore_errors=True)
+    return result
+
+
+async def judge_all(
+    request: EvalRequest, scratch: Path, agent: Agent, engine_facts: "EngineFacts"
+) -> EvalResult:
+    """Make what is missing with an agent that is ready, and write the reports.
+
+    Raises:
+        ConfigError: the folder holds another question.
+        RlmixError: there is no sandbox, or a task cannot be judged.
+    """
+    config, benchmark = request.config, request.benchmark
+    async with contextlib.AsyncExitStack() as exit_stack:
         ledger = Ledger(request.folder, question_of(request.facts))
         exit_stack.callback(ledger.close)
-        is_missing = len(ledger.attempts) < len(benchmark.tasks) * config.eval.n
         backend = await open_backend(
             config.sandbox.backend,
             limits_of(config, benchmark),
@@ -111,7 +130,6 @@ async def evaluate(request: EvalRequest, scratch: Path) -> EvalResult:
         )
         exit_stack.push_async_callback(backend.close)
         facts = {**request.facts, "sandbox": backend.name, "warnings": list(backend.warnings)}
-        agent, engine_facts = await _agent(request, exit_stack, is_missing=is_missing)
         attempts = Attempts(
             benchmark=benchmark,
             agent=agent,
@@ -129,8 +147,6 @@ async def evaluate(request: EvalRequest, scratch: Path) -> EvalResult:
         report = await asyncio.to_thread(
             write_score_report, ledger, result, facts, probes=attempts.probes
         )
-        if is_whole:  # The digest names the policy; its copy is of no further use.
-            shutil.rmtree(request.folder / WEIGHTS, ignore_errors=True)
         stuck = tuple(sorted(attempts.stuck, key=lambda one: -one[1]))
         return EvalResult(is_whole=is_whole, score=result, report=report, stuck=stuck)
 

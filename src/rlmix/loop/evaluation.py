@@ -5,6 +5,7 @@ belong to the evaluation. Versions are kept in a folder of their own, so that pr
 weights cannot take the warm start away.
 """
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -33,8 +34,16 @@ def keep_version(store: Path, kept: Path, version: int) -> None:
         return
     unfinished = target.with_name(f".new-{target.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
-    shutil.copytree(source, unfinished)
+    shutil.copytree(source, unfinished, copy_function=_link)
     finish_folder(unfinished, target)
+
+
+def _link(source: str, target: str) -> None:
+    """Versions never change, so a second name is as good as a copy and reads nothing."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 async def closing_evaluation(

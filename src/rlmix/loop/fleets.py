@@ -20,6 +20,8 @@ STAGED = "staged"
 
 EVAL_POOL = "eval"
 EVAL_FORMAT = "bf16"
+LIVE_EVAL_POOL = "eval_live"
+"""The same while the run goes on; the closing evaluation comes after it under its own name."""
 """Weights and KV of an evaluation, whatever the pools use: it judges the policy itself."""
 
 NO_EVALUATION = (
@@ -82,11 +84,22 @@ def further_replica(
 
 
 def eval_fleet(
-    plan: RunPlan, config: TrainConfig, run: RunDir, *, store: Path, model_dir: Path
+    plan: RunPlan,
+    config: TrainConfig,
+    run: RunDir,
+    *,
+    store: Path,
+    model_dir: Path,
+    name: str = EVAL_POOL,
+    niceness: int = 0,
 ) -> FleetSpec:
     """BF16 replicas that read `store`, like those of the pool that `evaluating_pool` chooses.
 
     Raises:
+    Args:
+        name: of the pool.
+        niceness: of embedded engines, which share the machine's cores with a trainer.
+
         LaunchError: no pool can be served in BF16.
     """
     chosen = evaluating_pool(plan)
@@ -99,10 +112,12 @@ def eval_fleet(
         count = min(count, pool.replicas)
     # The kept versions lie beside the run's store and are read from their folder.
     replicas = [
-        replace(_replica(pool, EVAL_POOL, index, config, run), staging=None)
-        for index in range(count)
+        replace(_replica(pool, name, index, config, run), staging=None) for index in range(count)
     ]
     return _fleet(replicas, config, store=store, model_dir=model_dir)
+    if niceness and pool.engine == "embedded":
+        nice = ("nice", "-n", str(niceness))
+        replicas = [replace(replica, argv=(*nice, *replica.argv)) for replica in replicas]
 
 
 def evaluating_pool(plan: RunPlan) -> PoolPlan | None:

@@ -110,4 +110,36 @@ def start_faults(plan: RunPlan, config: TrainConfig, *, devices: Path = DEVICES)
             )
     if config.loop.eval_tasks and evaluating_pool(plan) is None:
         faults.append(NO_EVALUATION)
-    return faults
+    return faults + list(evaluation_faults(plan, config))
+
+
+def evaluation_faults(plan: RunPlan, config: TrainConfig) -> Iterator[str]:
+    """What is wrong with evaluations during the run."""
+    asked = config.eval
+    if not asked.every_steps:
+        return
+    pool = evaluating_pool(plan)
+    if pool is None:
+        yield NO_EVALUATION.replace("loop.eval_tasks", "eval.every_steps")
+    elif pool.engine != "embedded" and pool.gpu_ids:
+        yield (
+            f"eval.every_steps={asked.every_steps}: every accelerator of the plan serves sessions "
+            "of the run, and an evaluation beside it needs some of its own; set "
+            "eval.every_steps=0, and judge checkpoints on another machine with `rlmix eval "
+            "swe-bench-pro agent=policy eval.checkpoint=RUN:STEP`"
+        )
+    from rlmix.evals.run import refuse_unrunnable
+    from rlmix.tasks.benchmark import GENERATED, open_benchmark
+
+    try:
+        refuse_unrunnable(
+            open_benchmark(
+                asked.data or GENERATED,
+                subset="all" if asked.subset == "all+hard" else asked.subset,
+                path=asked.path,
+                limit=asked.limit,
+                seed=config.tasks.seed,
+            )
+        )
+    except (ConfigError, DataError) as error:
+        yield str(error)

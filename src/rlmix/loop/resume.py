@@ -38,11 +38,13 @@ def choose_point(run: RunDir, model_folder: Path) -> ResumePoint:
 def set_aside(run: RunDir, point: ResumePoint, *, remote_url: str = "") -> dict[str, Any]:
     """Remove what lies beyond `point`, in the remote store too; returns what was removed, for the
     event log."""
+    from rlmix.loop.side_evaluation import discard_evaluations
     from rlmix.weights.store import discard_newer
 
     dropped = run.truncate_after(point.step)
     versions = discard_newer(run.weights, point.step)
     discard_newer(run.path / EVAL_KEPT, point.step)
+    discard_evaluations(run.path, point.step)
     if remote_url:
         from rlmix.weights.remote import RemoteStore
 

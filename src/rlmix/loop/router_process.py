@@ -16,9 +16,6 @@ from rlmix.plan.runplan import RouterPlan
 READY_FOLDER = "ready"
 """Folder of the run in which servers say that they serve, and where."""
 
-STATE_FOLDER = "router"
-"""Folder of the run in which the router keeps sessions' homes."""
-
 READY_LIMIT_S = 30.0
 RESTART_DELAY_S = 0.5
 MAX_RESTARTS = 5
@@ -28,9 +25,15 @@ MAX_RESTARTS = 5
 class RouterProcess:
     """Started on creation; `stop` ends it and its keeper."""
 
-    def __init__(self, plan: RouterPlan, run: RunDir) -> None:
+    def __init__(self, plan: RouterPlan, run: RunDir, *, name: str = "router") -> None:
+        """
+        Args:
+            name: of its files in the run, and of the folder in which it keeps sessions' homes; a
+                run may have two routers.
+        """
         self._plan = plan
         self._run = run
+        self._name = name
         self._port = "0"
         self._process = self._start()
         self._keeper: asyncio.Task[None] | None = None
@@ -68,15 +71,15 @@ class RouterProcess:
         self._run.events.append("router_retired", f"died more than {MAX_RESTARTS} times")
 
     def _start(self) -> ChildProcess:
-        ready_path = self._run.path / READY_FOLDER / "router.json"
+        ready_path = self._run.path / READY_FOLDER / f"{self._name}.json"
         argv = [word.replace("{ready_file}", str(ready_path)) for word in self._plan.argv]
         argv[argv.index("--port") + 1] = self._port
         # So that sessions find their replica and keep their weight view over a restart.
-        argv += ["--state-dir", str(self._run.path / STATE_FOLDER)]
+        argv += ["--state-dir", str(self._run.path / self._name)]
         return ChildProcess.start(
             argv,
-            name="router",
-            log_path=self._run.logs / "router.log",
+            name=self._name,
+            log_path=self._run.logs / f"{self._name}.log",
             env=self._plan.env,
             ready_path=ready_path,
         )

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlmix.config.schema.train import TrainConfig
+from rlmix.evals.evaluator import Evaluator, EvaluatorSpec
 from rlmix.launch.handle import Handle
 from rlmix.launch.ray import RayCluster
 from rlmix.loop.canaries import CanaryReferences
@@ -23,6 +24,7 @@ from rlmix.loop.specs import trainer_spec, worker_spec
 from rlmix.loop.trainer_ranks import TrainerRanks
 from rlmix.loop.trainer_recovery import RecoveringTrainer
 from rlmix.loop.workers import WorkerPool
+from rlmix.model.bundle import resolve_model
 from rlmix.observe.run_dir import RunDir
 from rlmix.plan.build import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE
 from rlmix.plan.runplan import RunPlan, thread_limits
@@ -90,6 +92,37 @@ class Runtime:
         )
         self._exit.push_async_callback(fleet.stop)
         return fleet
+
+    async def start_evaluator(self, spec: FleetSpec, config: TrainConfig) -> tuple[Fleet, Handle]:
+        """What evaluates while the run goes on: a router, a fleet and an evaluator of its own, so
+        that no session of the run ever waits behind one of an evaluation."""
+        assert self._cluster is not None
+        router = RouterProcess(self._plan.router, self._run, name="router-eval")
+        self._exit.push_async_callback(router.stop)
+        url = await router.wait_ready()
+        admin = RouterAdmin(url, token=self._token)
+        self._exit.push_async_callback(admin.close)
+        fleet = Fleet(
+            spec, spawn=self._spawn_replica, router=admin, on_event=self._run.events.append
+        )
+        self._exit.push_async_callback(fleet.stop)
+        evaluator = self._cluster.spawn(
+            Evaluator,
+            name="evaluator",
+            kwargs={
+                "spec": EvaluatorSpec(
+                    config=config,
+                    router_url=url,
+                    router_token=self._token,
+                    model_dir=str(resolve_model(config.model.path)),
+                    run_id=self._run.run_id,
+                    scratch_dir=tempfile.gettempdir(),
+                )
+            },
+            env=thread_limits(1),
+        )
+        self._exit.callback(evaluator.kill)
+        return fleet, evaluator
 
     def on_close(self, callback: Callable[..., object]) -> None:
         """Await `callback` when the runtime closes, before what was started earlier ends."""

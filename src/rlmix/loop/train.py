@@ -17,15 +17,18 @@ from typing import Any
 
 from rlmix.config.schema.train import TrainConfig
 from rlmix.core.errors import LaunchError, RlmixError
+from rlmix.evals.checkpoints import EVALUATIONS
+from rlmix.evals.evaluator import NICENESS
 from rlmix.loop.alarms import AlarmWatch
 from rlmix.loop.evaluation import closing_evaluation, keep_version
-from rlmix.loop.fleets import eval_fleet, remote_url, training_fleet, views_of
+from rlmix.loop.fleets import LIVE_EVAL_POOL, eval_fleet, remote_url, training_fleet, views_of
 from rlmix.loop.ledger import SessionLedger
 from rlmix.loop.live_scaling import LiveScaling, open_groups
 from rlmix.loop.progress import Progress
 from rlmix.loop.resume import EVAL_KEPT, ResumePoint, choose_point, set_aside
 from rlmix.loop.rollout import Rollout
 from rlmix.loop.runtime import Runtime
+from rlmix.loop.side_evaluation import STORE, SideEvaluation
 from rlmix.loop.specs import training_session
 from rlmix.loop.stream import TaskStream, Ticket
 from rlmix.loop.summary import TrainSummary, build_summary
@@ -38,6 +41,9 @@ from rlmix.observe.runs import find_run
 from rlmix.plan.runplan import RunPlan
 from rlmix.scaling.costs import CostMeter
 from rlmix.tasks.source import open_source
+
+LONGEST_EVALUATION_S = 24 * 3600.0
+"""Of one version beside the run; a day is a hang, whatever the benchmark."""
 
 
 def run_training(
@@ -231,11 +237,50 @@ class _Training:
             on_held=lambda held: self.costs.observe(time.monotonic(), held),
         )
         runtime.on_close(self.scaling.stop)
+        side = await self._start_side_evaluation(runtime, version)
         await self.loop.run()
         await self.scaling.stop()
         await rollout.stop()
         await fleet.stop()
         self.costs.observe(time.monotonic(), {})
+        if side is not None and not self.loop.is_stopping:
+            self.view.phase = "finishing evaluations"
+            await side.finish()
+
+    async def _start_side_evaluation(self, runtime: Runtime, version: int) -> SideEvaluation | None:
+        """Evaluations that run beside the loop, where any are asked for."""
+        config, run = self.config, self.run
+        if not config.eval.every_steps:
+            return None
+        assert self.loop is not None
+        fleet, evaluator = await runtime.start_evaluator(
+            eval_fleet(
+                self.plan, config, run, store=run.path / EVALUATIONS / STORE,
+                model_dir=self.model_dir, name=LIVE_EVAL_POOL, niceness=NICENESS,
+            ),
+            config,
+        )  # fmt: skip
+
+        async def evaluate(folder: str, version: int, digest: str) -> dict[str, Any]:
+            found: dict[str, Any] = await evaluator.call(
+                "evaluate", folder, version, digest, timeout_s=LONGEST_EVALUATION_S
+            )
+            return found
+
+        side = SideEvaluation(
+            run.path,
+            every_steps=config.eval.every_steps,
+            store=run.weights,
+            keep=keep_version,
+            fleet=fleet,
+            evaluate=evaluate,
+            on_event=run.events.append,
+        )
+        runtime.on_close(side.stop)
+        self.loop.on_published = side.offer
+        side.offer(version)
+        side.start()
+        return side
 
     async def _evaluate(self, runtime: Runtime) -> dict[str, Any]:
         kept = self.run.path / EVAL_KEPT

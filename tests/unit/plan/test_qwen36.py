@@ -59,7 +59,7 @@ def test_its_algorithm_and_tasks_are_those_of_the_reference() -> None:
     assert (judged.data, judged.subset, judged.k) == ("swe_bench_pro_v2", "all+hard", 4)
     evaluation = planned().evaluation
     assert evaluation is not None
-    assert (evaluation.n, evaluation.weights, evaluation.every_steps) == (4, "bf16", 10)
+    assert (evaluation.n, evaluation.weights, evaluation.every_steps) == (4, "bf16", 0)
     assert config.session.max_context_tokens == 262_144
 
 
