@@ -323,8 +323,27 @@ def _check_sessions(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _check_trainer(config: TrainConfig) -> Iterator[Problem]:
-    if config.trainer.device != "cpu":
-        yield from _check_accelerator("trainer.device", config.trainer.device, config)
+    trainer = config.trainer
+    if trainer.device != "cpu":
+        yield from _check_accelerator("trainer.device", trainer.device, config)
+    elif trainer.offload:
+        yield Problem(
+            where="trainer.offload",
+            what="got true with trainer.device=cpu, where everything is in main memory already",
+            hint="set trainer.offload=false",
+        )
+    if trainer.offload and trainer.ranks == 1:
+        yield Problem(
+            where="trainer.offload",
+            what="got true with one rank, but shards alone can be kept elsewhere than the model",
+            hint="set trainer.ranks=2 or more, or trainer.offload=false",
+        )
+    if trainer.packing == "documents" and config.numerics.consistency == "exact":
+        yield Problem(
+            where="trainer.packing",
+            what="got documents with numerics.consistency=exact, whose operators take rows",
+            hint="set trainer.packing=rows",
+        )
 
 
 def _check_inventory(config: TrainConfig) -> Iterator[Problem]:

@@ -24,6 +24,7 @@ AVERAGES = ("tokens", "sequences")
 BASELINES = ("mean", "leave_one_out")
 SCALES = ("none", "std")
 OPTIMIZERS = ("adamw", "sgd")
+PACKINGS = ("rows", "documents")
 ENGINES = ("embedded", "sglang", "sglang_external")
 PREPARED_SOURCES = ("mimo", "nemotron", "r2e_gym", "swe_gym", "swe_rebench", "swe_smith")
 """Public sets that are trained on from a folder that `rlmix tasks prepare` made."""

@@ -142,6 +142,7 @@ RULES: dict[str, Rule] = {
     "trainer.grad_clip": at_least(0),
     "trainer.warmup_steps": at_least(0),
     "trainer.micro_batch_tokens": at_least(1),
+    "trainer.packing": one_of(names.PACKINGS),
     "trainer.threads": at_least(1),
     "trainer.keep_checkpoints": at_least(1),
     "weights.publish_every": at_least(1),

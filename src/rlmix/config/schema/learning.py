@@ -69,6 +69,12 @@ class TrainerConfig:
     grad_clip: float
     warmup_steps: int
     micro_batch_tokens: int
+    packing: str
+    """How samples share a micro-batch."""
+    recompute: bool
+    """Layers keep their inputs only and are computed again for their gradients."""
+    offload: bool
+    """Master weights, gradients and moments stay in main memory."""
     threads: int
     keep_checkpoints: int
 
