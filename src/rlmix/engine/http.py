@@ -14,6 +14,8 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from rlmix.engine.keys import is_let_in
+
 MAX_BODY_BYTES = 256 * 2**20
 """A context of 256k tokens is 2 MB of JSON; the rest is head room."""
 
@@ -81,9 +83,16 @@ def reply_text(text: str = "", *, status: int = 200) -> web.Response:
 class JsonServer:
     """Serves a table of handlers on one address."""
 
-    def __init__(self, routes: Mapping[tuple[str, str], Handler]) -> None:
-        """`routes`: (method, path) -> handler; paths are compared literally."""
+    def __init__(
+        self, routes: Mapping[tuple[str, str], Handler], *, key: str | None = None
+    ) -> None:
+        """
+        Args:
+            routes: (method, path) -> handler; paths are compared literally.
+            key: what every request must carry (`engine.keys`); None: nothing.
+        """
         self._routes = dict(routes)
+        self._key = key
         self._runner: web.ServerRunner | None = None
         self.port = 0
         self.host = ""
@@ -114,6 +123,9 @@ class JsonServer:
             self._runner = None
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        if not is_let_in(request.path, request.headers, self._key):
+            message = "the key is wrong or missing (Authorization: Bearer ...)"
+            return reply_json({"error": {"message": message, "code": 401}}, status=401)
         handler = self._routes.get((request.method, request.path))
         if handler is None:
             known = sorted({path for _, path in self._routes})

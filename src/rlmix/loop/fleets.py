@@ -162,7 +162,7 @@ def _replica(
         log_path=run.logs / f"engine-{planned.name}.log",
         ready_path=run.path / READY_FOLDER / f"{planned.name}.json",
         expected=_expected(pool, consistency=config.numerics.consistency),
-        token_env=TOKEN_VARIABLE if is_ours else config.sglang.api_key_env if is_external else None,
+        token_env=config.sglang.api_key_env if is_external else TOKEN_VARIABLE,
         admin_token_env=(
             ADMIN_TOKEN_VARIABLE
             if is_ours

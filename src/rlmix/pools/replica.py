@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmix.core.errors import EngineError, LaunchError
+from rlmix.engine.keys import KEY_VARIABLE
 from rlmix.engine.sglang.launch import start_command, start_environment
 from rlmix.engine.sglang.readback import compare, numerics_of
 from rlmix.launch.process import ChildProcess, describe_exit, log_tail
@@ -118,6 +119,13 @@ class Replica:
         }
         argv: Sequence[str] = spec.argv
         env = dict(spec.env)
+        if spec.token_env is not None and api_key is None:
+            raise LaunchError(
+                f"pools: {spec.name}: {spec.token_env} is not set in the process that starts its "
+                "engine, and an engine without a key would answer anybody"
+            )
+        if spec.engine == "embedded" and api_key is not None:
+            env[KEY_VARIABLE] = api_key
         if spec.engine == "sglang":
             env |= start_environment(
                 argv,

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from rlmix.core.addresses import is_loopback
 from rlmix.core.errors import ConfigError, ExitCode, RlmixError
 from rlmix.engine.arguments import die_with_parent
 from rlmix.model.bundle import resolve_model
@@ -140,6 +141,12 @@ def make_spec(arguments: argparse.Namespace) -> RouterSpec:
         raise ConfigError(f"router: --port {arguments.port}: give 0 to 65535")
     if arguments.shards < 1:
         raise ConfigError(f"router: --shards {arguments.shards}: give at least 1")
+    token = read_token(arguments.token_env)
+    if token is None and not is_loopback(arguments.host):
+        raise ConfigError(
+            f"router: --host {arguments.host}: other machines can reach it, and it asks for no "
+            "token; name a variable that holds one with --token-env, or listen on 127.0.0.1"
+        )
     shard, store_path = None, None
     index = arguments.shard_index
     if index is not None:
@@ -168,7 +175,7 @@ def make_spec(arguments: argparse.Namespace) -> RouterSpec:
         model_name=arguments.model_name,
         store_path=store_path,
         shard=shard,
-        token=read_token(arguments.token_env),
+        token=token,
     )
 
 

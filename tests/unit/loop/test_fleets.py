@@ -38,7 +38,7 @@ def test_only_what_rlmix_starts_gets_the_run_s_keys(tmp_path: Path) -> None:
     assert real.expected["version"] == "0.5.23"
     assert real.log_path.name == "engine-sglang-0.log"
     assert (emulated.engine, emulated.token_env, emulated.admin_token_env) == (
-        "embedded", None, None,
+        "embedded", TOKEN_VARIABLE, None,
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from rlmix.core.errors import ConfigError, ExitCode, RlmixError
 from rlmix.engine.arguments import die_with_parent, numerics_of, server_parser
 from rlmix.engine.embedded.profile import Profile
+from rlmix.engine.keys import take_key
 
 if TYPE_CHECKING:
     from rlmix.engine.embedded.scheduler import Scheduler
@@ -48,8 +49,9 @@ def main(argv: list[str] | None = None) -> int:
         level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
     )
     try:
+        key = take_key(os.environ, host=arguments.host)
         profile = _check(arguments)
-        asyncio.run(_serve(arguments, profile, started_s=started_s))
+        asyncio.run(_serve(arguments, profile, key=key, started_s=started_s))
     except RlmixError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return ExitCode.BAD_REQUEST
@@ -79,7 +81,9 @@ def _check(arguments: argparse.Namespace) -> Profile:
     )
 
 
-async def _serve(arguments: argparse.Namespace, profile: Profile, *, started_s: float) -> None:
+async def _serve(
+    arguments: argparse.Namespace, profile: Profile, *, key: str | None, started_s: float
+) -> None:
     import torch
 
     from rlmix.engine.embedded.scheduler import Scheduler
@@ -123,6 +127,7 @@ async def _serve(arguments: argparse.Namespace, profile: Profile, *, started_s: 
         replica=arguments.replica,
         seed=arguments.seed,
         started_s=started_s,
+        key=key,
     )
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

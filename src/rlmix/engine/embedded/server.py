@@ -57,8 +57,13 @@ class EmbeddedServer:
         replica: str,
         seed: int,
         started_s: float,
+        key: str | None = None,
     ) -> None:
-        """`started_s`: time.monotonic() at the start of the process."""
+        """
+        Args:
+            started_s: time.monotonic() at the start of the process.
+            key: what every request must carry; None: nothing.
+        """
         self._scheduler = scheduler
         self._profile = profile
         self._numerics = numerics
@@ -73,7 +78,7 @@ class EmbeddedServer:
         self._wake = asyncio.Event()
         self._updating = asyncio.Lock()
         self._pushes = PushEndpoints(self._take_pushed)
-        self._http = JsonServer(self._routes())
+        self._http = JsonServer(self._routes(), key=key)
 
     def _routes(self) -> dict[tuple[str, str], Handler]:
         routes: dict[tuple[str, str], Handler] = {

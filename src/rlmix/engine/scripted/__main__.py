@@ -2,9 +2,12 @@
 
 import asyncio
 import os
+import sys
 
+from rlmix.core.errors import ConfigError
 from rlmix.engine.arguments import die_with_parent, numerics_of, server_parser
 from rlmix.engine.http import write_ready_file
+from rlmix.engine.keys import take_key
 from rlmix.engine.scripted.policies import HashPolicy
 from rlmix.engine.scripted.server import ScriptedEngine
 
@@ -21,6 +24,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.parent_pid is not None:
         die_with_parent(arguments.parent_pid)
+    try:
+        key = take_key(os.environ, host=arguments.host)
+    except ConfigError as error:
+        sys.exit(f"rlmix.engine.scripted: {error}")
 
     async def serve() -> None:
         numerics = numerics_of(arguments, engine="scripted")
@@ -35,6 +42,7 @@ def main() -> None:
             token_s=arguments.token_s,
             model_path=arguments.model_path,
             context_length=arguments.context_length or DEFAULT_CONTEXT,
+            key=key,
         )
         await engine.start(host=arguments.host, port=arguments.port)
         if arguments.ready_file is not None:

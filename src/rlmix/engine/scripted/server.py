@@ -57,9 +57,11 @@ class ScriptedEngine:
         json_only: bool = False,
         model_path: str = "",
         context_length: int = 1 << 16,
+        key: str | None = None,
     ) -> None:
         """`latency_s` passes before the first token, `token_s` before every further one;
-        `json_only` answers as the real server does, whatever the client reads."""
+        `json_only` answers as the real server does, whatever the client reads; `key` is what
+        every request must carry."""
         self._policy = policy
         self._numerics = numerics or NumericsKey(
             accelerator="none",
@@ -86,7 +88,7 @@ class ScriptedEngine:
         self._pushes = PushEndpoints(self._take_pushed)
         self._turns: Counter[str] = Counter()
         self._rids = (f"scripted-{number}" for number in itertools.count())
-        self._server = JsonServer(self._routes())
+        self._server = JsonServer(self._routes(), key=key)
         self.weight_version = weight_version
         self.model_path = model_path
         self._digests = folder_digests(Path(model_path)) if model_path else {}
