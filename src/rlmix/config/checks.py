@@ -384,6 +384,13 @@ def _check_sinks(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _check_eval(config: TrainConfig) -> Iterator[Problem]:
+    if config.eval.every_steps % config.weights.publish_every:
+        yield Problem(
+            where="eval.every_steps",
+            what=f"got {config.eval.every_steps}, and versions are published every "
+            f"{config.weights.publish_every} steps",
+            allowed="use a multiple of weights.publish_every, or 0",
+        )
     if config.eval.n < config.eval.k:
         yield Problem(
             where="eval.n",
@@ -403,13 +410,6 @@ CHECKS: Sequence[Callable[[TrainConfig], Iterator[Problem]]] = (
     _check_trainer,
     _check_inventory,
     _check_scaling,
-    if config.eval.every_steps % config.weights.publish_every:
-        yield Problem(
-            where="eval.every_steps",
-            what=f"got {config.eval.every_steps}, and versions are published every "
-            f"{config.weights.publish_every} steps",
-            allowed="use a multiple of weights.publish_every, or 0",
-        )
     _check_alarms,
     _check_sinks,
     _check_eval,

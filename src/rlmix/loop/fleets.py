@@ -19,9 +19,9 @@ STAGED = "staged"
 """Folder of the run with copies of versions, where `weights.staging` names none."""
 
 EVAL_POOL = "eval"
-EVAL_FORMAT = "bf16"
 LIVE_EVAL_POOL = "eval_live"
 """The same while the run goes on; the closing evaluation comes after it under its own name."""
+EVAL_FORMAT = "bf16"
 """Weights and KV of an evaluation, whatever the pools use: it judges the policy itself."""
 
 NO_EVALUATION = (
@@ -95,11 +95,11 @@ def eval_fleet(
 ) -> FleetSpec:
     """BF16 replicas that read `store`, like those of the pool that `evaluating_pool` chooses.
 
-    Raises:
     Args:
         name: of the pool.
         niceness: of embedded engines, which share the machine's cores with a trainer.
 
+    Raises:
         LaunchError: no pool can be served in BF16.
     """
     chosen = evaluating_pool(plan)
@@ -114,10 +114,10 @@ def eval_fleet(
     replicas = [
         replace(_replica(pool, name, index, config, run), staging=None) for index in range(count)
     ]
-    return _fleet(replicas, config, store=store, model_dir=model_dir)
     if niceness and pool.engine == "embedded":
         nice = ("nice", "-n", str(niceness))
         replicas = [replace(replica, argv=(*nice, *replica.argv)) for replica in replicas]
+    return _fleet(replicas, config, store=store, model_dir=model_dir)
 
 
 def evaluating_pool(plan: RunPlan) -> PoolPlan | None:
