@@ -58,3 +58,7 @@ class DivergedError(RlmixError):
 
 class LaunchError(RlmixError):
     """A process of the run could not be started, or did not become ready in time."""
+
+
+class PlacementError(LaunchError):
+    """No machine has what a process asks for, or none had it free in time."""

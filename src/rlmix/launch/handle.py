@@ -6,9 +6,25 @@ an object in this process, for tests and for looking at one part without Ray.
 
 import asyncio
 import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlmix.core.errors import LaunchError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What a process asks of its machine beside processor cores (`launch.needs`)."""
+
+    kind: str
+    """Accelerator, for messages."""
+    gpus: float
+    """As Ray counts and hands them out; 0: none."""
+    resources: Mapping[str, float]
+    """Custom resources of Ray."""
+    labels: Mapping[str, str]
+    """Labels that the node must have."""
 
 
 class Handle(Protocol):
@@ -26,6 +42,14 @@ class Handle(Protocol):
         Raises:
             LaunchError: the object's process is gone.
             TimeoutError: `timeout_s` passed; the call was cancelled.
+        """
+        ...
+
+    async def placed(self) -> None:
+        """Wait until the object's process has a machine.
+
+        Raises:
+            PlacementError: it found none within the limit that it was made with.
         """
         ...
 
@@ -49,6 +73,9 @@ class InProcessHandle:
         async with asyncio.timeout(timeout_s):
             result = getattr(self._target, method)(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
+
+    async def placed(self) -> None:
+        """It is here."""
 
     def kill(self) -> None:
         target, self._target = self._target, None

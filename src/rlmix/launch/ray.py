@@ -1,9 +1,13 @@
-"""Ray: the only file that imports it. A cluster for one run, and actors whose output has a home.
+"""Ray: the only file that imports it. A cluster for one run, or one that was joined; actors whose
+output has a home, on machines that have what they ask for.
+
+What the living actors ask for is told to Ray's own autoscaler as a standing request, so that it
+brings machines and keeps them; killing an actor takes its part back.
 
 Invariant: a cluster that `start` made is gone after `stop`, and also after the driver was
 interrupted or killed: Ray's daemons die with the driver (it asks the kernel for that), the rest
 is ended by the reaper. Nothing of a run is shared with another: own temporary folder, own
-namespace, own access token.
+namespace, own access token. Of a cluster that was joined only the run's actors end.
 """
 
 import asyncio
@@ -22,7 +26,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rlmix.core.errors import LaunchError
+from rlmix.core.errors import LaunchError, PlacementError
+from rlmix.launch.handle import Needs
+from rlmix.launch.needs import NodeSeen, bundle_of, not_placed
 from rlmix.launch.process import log_tail
 from rlmix.launch.reaper import TAG_VARIABLE, Reaper
 
@@ -42,8 +48,6 @@ _RAY_ENVIRONMENT = {
     # Its node must register within this; the default of 60 s is too short where many processes
     # share two cores, and a failed start costs the run.
     "RAY_raylet_start_wait_time_s": "240",
-    # Ray refuses strangers only in this mode; said explicitly it is also quiet about it.
-    "RAY_AUTH_MODE": "token",
     # Ray writes what its node agent notices (a worker died) to the driver's stdout, even with
     # log_to_driver=False; our stdout belongs to `--json`. This drops every such line.
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".*",
@@ -51,10 +55,19 @@ _RAY_ENVIRONMENT = {
 }
 
 
-def _prepare_environment() -> None:
+_OWN_ENVIRONMENT = {
+    # Ray refuses strangers only in this mode; said explicitly it is also quiet about it. A cluster
+    # that is joined has its own mode and token, which its users have in their environment.
+    "RAY_AUTH_MODE": "token",
+}
+
+
+def _prepare_environment(*, is_joined: bool) -> None:
     """Ray reads its environment once, when it is imported; call before that, keep it after."""
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     os.environ.update(_RAY_ENVIRONMENT)
+    if not is_joined:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        os.environ.update(_OWN_ENVIRONMENT)
 
 
 class _Host:
@@ -72,11 +85,16 @@ class _Host:
         os.dup2(fd, 2)
         os.close(fd)
         os.environ.update(environment)
+        _show_own_accelerators()
         _log_to_stderr()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="actor")
         self._payload = payload
         self._target: Any = None
         self._made: asyncio.Task[None] | None = None
+
+    async def here(self) -> bool:
+        """Answered as soon as the actor has a machine."""
+        return True
 
     async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._made is None:
@@ -99,6 +117,14 @@ class _Host:
         self._target = await loop.run_in_executor(self._thread, make)
 
 
+def _show_own_accelerators() -> None:
+    """Ray may be told not to set this; an engine must see those that were given to its actor."""
+    import ray
+
+    if given := ray.get_runtime_context().get_accelerator_ids().get("GPU"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(given)
+
+
 def _log_to_stderr() -> None:
     logging.basicConfig(
         level=logging.INFO,
@@ -111,10 +137,51 @@ def _log_to_stderr() -> None:
 class ActorHandle:
     """The driver's end of one actor. Satisfies `rlmix.launch.handle.Handle`."""
 
-    def __init__(self, actor: Any, *, name: str, log_path: Path) -> None:
+    def __init__(
+        self,
+        actor: Any,
+        *,
+        name: str,
+        log_path: Path,
+        place: Callable[[], str] | None = None,
+        place_limit_s: float | None = None,
+        on_kill: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """
+        Args:
+            place: the sentence for a machine that was not found.
+            place_limit_s: longest wait for a machine; None: as long as the call may take.
+            on_kill: told the name.
+        """
         self._actor = actor
+        self._place = place
+        self._place_limit_s = place_limit_s
+        self._on_kill = on_kill
         self.name = name
         self.log_path = log_path
+
+    async def placed(self) -> None:
+        """See `Handle.placed`. The time of a later call counts from here."""
+        from ray.exceptions import RayError
+
+        if self._place_limit_s is None:
+            return
+        waiter = asyncio.wrap_future(self._actor.here.remote().future())
+        try:
+            async with asyncio.timeout(self._place_limit_s):
+                await asyncio.shield(waiter)
+        except TimeoutError:
+            assert self._place is not None
+            sentence = await asyncio.to_thread(self._place)
+            raise PlacementError(sentence) from None
+        except RayError as error:
+            raise LaunchError(
+                f"launch: actor {self.name} did not start ({_first_line(error)}); log "
+                f"{self.log_path}:\n{log_tail(self.log_path)}"
+            ) from None
+        finally:
+            waiter.add_done_callback(_forget)
+        self._place_limit_s = None
 
     async def call(
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
@@ -123,6 +190,7 @@ class ActorHandle:
         import ray
         from ray.exceptions import RayActorError, RayError, RayTaskError
 
+        await self.placed()
         ref = self._actor.call.remote(method, args, kwargs)
         waiter = asyncio.wrap_future(ref.future())
         try:
@@ -156,6 +224,7 @@ class ActorHandle:
         """End the actor's process; the kernel ends the children that it started."""
         import ray
 
+        self._on_kill(self.name)
         ray.kill(self._actor, no_restart=True)
 
 
@@ -170,10 +239,14 @@ def _first_line(error: BaseException) -> str:
 
 
 class RayCluster:
-    """A local Ray of one run."""
+    """A local Ray of one run, or a cluster that was there before it."""
 
-    def __init__(self, *, tag: str, log_dir: Path, temp_dir: Path) -> None:
-        self._reaper: Reaper | None = Reaper.start(tag, temp_dir)
+    def __init__(self, *, tag: str, log_dir: Path, temp_dir: Path | None) -> None:
+        self._reaper = None if temp_dir is None else Reaper.start(tag, temp_dir)
+        self._asked: dict[str, tuple[dict[str, float], dict[str, str]]] = {}
+        """Living actor -> what it holds or waits for, and the labels of its node."""
+        self._is_open = True
+        self._place_limit_s: float | None = None
         self.tag = tag
         self.log_dir = log_dir
         self.temp_dir = temp_dir
@@ -197,7 +270,7 @@ class RayCluster:
         Raises:
             LaunchError: Ray did not start, or is already running in this process.
         """
-        _prepare_environment()
+        _prepare_environment(is_joined=False)
         import ray
 
         if ray.is_initialized():
@@ -234,6 +307,48 @@ class RayCluster:
                 signal.signal(signal.SIGTERM, terminate)
         return cluster
 
+    @classmethod
+    def join(
+        cls, address: str, run_id: str, *, log_dir: Path, place_limit_s: float
+    ) -> "RayCluster":
+        """Use a cluster that runs already; this process is on one of its nodes.
+
+        Args:
+            address: as `ray.init` takes it: `auto`, or `HOST:PORT` of its head.
+            log_dir: as in `start`; a folder that all nodes see under this path.
+            place_limit_s: longest wait for a machine, of every actor.
+        Raises:
+            LaunchError: no cluster answers there.
+        """
+        _prepare_environment(is_joined=True)
+        import ray
+
+        log_dir.mkdir(parents=True, exist_ok=True)
+        terminate = signal.getsignal(signal.SIGTERM)
+        try:
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                namespace=run_id,
+                logging_level=logging.ERROR,
+                configure_logging=False,
+            )
+        except Exception as error:
+            raise LaunchError(
+                f"launch.address: no Ray answers at {address}: {_first_line(error)}; start one "
+                "there, or set launch.address=null for a Ray of the run's own"
+            ) from error
+        finally:
+            if terminate is not None and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, terminate)
+        cluster = cls(tag=run_id, log_dir=log_dir, temp_dir=None)
+        cluster._place_limit_s = place_limit_s
+        return cluster
+
+    @property
+    def is_joined(self) -> bool:
+        return self.temp_dir is None
+
     def spawn(
         self,
         cls: Callable[..., object],
@@ -244,7 +359,7 @@ class RayCluster:
         kwargs: Mapping[str, Any] | None = None,
         max_concurrency: int = 1000,
         env: Mapping[str, str] | None = None,
-        resources: Mapping[str, float] | None = None,
+        needs: Needs | None = None,
         log_name: str | None = None,
     ) -> ActorHandle:
         """Make an actor that owns `cls(*args, **kwargs)`; returns at once.
@@ -257,7 +372,7 @@ class RayCluster:
             num_cpus: logical CPUs that the actor takes from the cluster's.
             max_concurrency: calls that may be under way at a time.
             env: set in the actor before `cls`'s module is imported.
-            resources: custom Ray resources that the node must have.
+            needs: what the node must have; None: any will do.
             log_name: output is appended to `<log_name>.log`; the actor's name when not given. A
                 replacement has a new name and its predecessor's log.
         """
@@ -273,19 +388,58 @@ class RayCluster:
                 num_cpus=num_cpus,
                 max_concurrency=max_concurrency,
                 max_restarts=0,
-                resources=dict(resources) if resources else None,
+                num_gpus=needs.gpus if needs is not None and needs.gpus else None,
+                resources=dict(needs.resources) if needs is not None else None,
+                label_selector=dict(needs.labels) if needs is not None and needs.labels else None,
             )
             .remote(payload, str(log_path.absolute()), dict(env or {}))
         )
-        return ActorHandle(actor, name=name, log_path=log_path)
+        limit_s = self._place_limit_s
+
+        def place() -> str:
+            return not_placed(name, needs, seen_nodes(), num_cpus=num_cpus, limit_s=limit_s or 0.0)
+
+        labels = {} if needs is None else dict(needs.labels)
+        self._asked[name] = (bundle_of(needs, num_cpus=num_cpus), labels)
+        self._tell_autoscaler()
+        return ActorHandle(
+            actor,
+            name=name,
+            log_path=log_path,
+            place=place,
+            place_limit_s=limit_s,
+            on_kill=self._forget_actor,
+        )
+
+    def _forget_actor(self, name: str) -> None:
+        if self._asked.pop(name, None) is not None:
+            self._tell_autoscaler()
+
+    def _tell_autoscaler(self) -> None:
+        """The whole request each time: it stands until the next one. A Ray of the run's own has
+        nobody to tell."""
+        if not self.is_joined or not self._is_open:
+            return
+        from ray.autoscaler.sdk import request_resources
+
+        request_resources(
+            bundles=[bundle for bundle, _ in self._asked.values()],
+            bundle_label_selectors=[labels for _, labels in self._asked.values()],
+        )
 
     def stop(self) -> int:
         """End Ray, every actor and what they started; blocks for about 2 s. Idempotent.
 
-        Returns how many processes had to be killed because Ray had not ended them.
+        Returns how many processes had to be killed because Ray had not ended them; of a cluster
+        that was joined only the run's actors end, with this connection.
         """
         import ray
 
+        if self.is_joined and self._is_open:
+            self._asked.clear()
+            self._tell_autoscaler()
+            self._is_open = False
+            ray.shutdown()
         if self._reaper is None:
             return 0
         reaper, self._reaper = self._reaper, None
@@ -299,9 +453,27 @@ class RayCluster:
 
     def _keep_ray_logs(self) -> None:
         """What Ray itself said, for `rlmix runs logs`; Ray's folder goes away."""
+        assert self.temp_dir is not None
         source = self.temp_dir / "session_latest" / "logs"
         for path in source.glob("*") if source.is_dir() else ():
             kept = path.name.startswith(("gcs_server", "raylet"))
             if kept and path.is_file() and path.stat().st_size:
                 (self.log_dir / "ray").mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, self.log_dir / "ray" / path.name)
+
+
+def seen_nodes() -> list[NodeSeen]:
+    """The live nodes of the cluster that this process is connected to."""
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    return [
+        NodeSeen(
+            total=node["Resources"],
+            free=free.get(node["NodeID"], {}),
+            labels=node.get("Labels") or {},
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rlmix.config.schema.train import TrainConfig
 from rlmix.core.errors import ConfigError, LaunchError
+from rlmix.launch.needs import needs_of
 from rlmix.loop.router_process import READY_FOLDER
 from rlmix.model.chat import ChatRenderer
 from rlmix.observe.run_dir import RunDir
@@ -151,6 +152,17 @@ def _replica(
     launch = config.launch
     is_ours = pool.engine == "sglang"
     is_external = pool.engine == "sglang_external"
+    needs = None
+    if pool_name != EVAL_POOL or is_ours:
+        needs = needs_of(
+            engine=pool.engine,
+            accelerator=pool.accelerator,
+            ray_label=pool.ray_label,
+            num_accelerators=pool.tp,
+            is_cuda=config.accelerators[pool.accelerator].compute_capability is not None,
+            resources=launch.resources,
+            is_joined=launch.address is not None,
+        )
     return ReplicaSpec(
         name=planned.name,
         pool=pool_name,
@@ -158,7 +170,8 @@ def _replica(
         engine=pool.engine,
         url=pool.urls[index] if is_external else None,
         argv=planned.argv,
-        env=planned.env,
+        env=_without_device_ids(planned.env) if needs is not None else planned.env,
+        needs=needs,
         log_path=run.logs / f"engine-{planned.name}.log",
         ready_path=run.path / READY_FOLDER / f"{planned.name}.json",
         expected=_expected(pool, consistency=config.numerics.consistency),
@@ -198,6 +211,11 @@ def _staging(config: TrainConfig, run: RunDir) -> StagingSpec | None:
         folder=run.path / STAGED if base is None else Path(base) / run.run_id,
         limit_s=config.launch.update_timeout_s,
     )
+
+
+def _without_device_ids(env: Mapping[str, str]) -> dict[str, str]:
+    """In a cluster Ray says which accelerators of its machine a replica has."""
+    return {name: value for name, value in env.items() if name != "CUDA_VISIBLE_DEVICES"}
 
 
 def _push(pool: PoolPlan, config: TrainConfig) -> PushSpec | None:

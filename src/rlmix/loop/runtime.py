@@ -71,7 +71,7 @@ class Runtime:
         self._exit.push_async_callback(router.stop)
         # Ray wants the main thread for its signal handlers, and this blocks for some seconds;
         # the router starts meanwhile.
-        self._cluster = RayCluster.start(run.run_id, num_cpus=LOGICAL_CPUS, log_dir=run.logs)
+        self._cluster = self._start_cluster()
         self._exit.callback(self._cluster.stop)
         self.trainer = self._start_trainer(views)
         self._exit.callback(self.trainer.kill)
@@ -193,12 +193,21 @@ class Runtime:
             on_event=run.events.append,
         )
 
+    def _start_cluster(self) -> RayCluster:
+        launch, run = self._config.launch, self._run
+        if launch.address is None:
+            return RayCluster.start(run.run_id, num_cpus=LOGICAL_CPUS, log_dir=run.logs)
+        return RayCluster.join(
+            launch.address, run.run_id, log_dir=run.logs, place_limit_s=launch.place_timeout_s
+        )
+
     def _spawn_replica(self, spec: ReplicaSpec, incarnation: int) -> Handle:
         assert self._cluster is not None
         return self._cluster.spawn(
             Replica,
             name=f"replica-{spec.name}-{incarnation}",
             kwargs={"spec": spec},
+            needs=spec.needs,
             # Said here and not inherited, since a replica may be on another machine.
             env={
                 **thread_limits(1),

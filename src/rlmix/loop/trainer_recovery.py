@@ -70,6 +70,9 @@ class RecoveringTrainer:
             self._open.add_done_callback(_look)
             return await asyncio.shield(self._open)
 
+    async def placed(self) -> None:
+        """Ranks are waited for by their first call."""
+
     def kill(self) -> None:
         if self._open is not None:
             self._open.cancel()

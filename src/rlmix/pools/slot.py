@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlmix.core.errors import EngineError, LaunchError, WeightSyncError
+from rlmix.core.errors import EngineError, LaunchError, PlacementError, WeightSyncError
 from rlmix.launch.handle import Handle
 from rlmix.pools.admission import ProgressWatch, RestartBudget
 from rlmix.pools.callbacks import OnEvent, References, Spawn
@@ -180,7 +180,11 @@ class Slot:
                 except Gone as gone:
                     await self._take_down(SlotState.DEAD, str(gone))
                 except (LaunchError, WeightSyncError) as error:
-                    await self._take_down(SlotState.DEAD, str(error))
+                    is_unplaced = isinstance(error, PlacementError) and not self.has_served
+                    state = SlotState.RETIRED if is_unplaced else SlotState.DEAD
+                    await self._take_down(state, str(error))
+                    if is_unplaced:
+                        return
                 except PlanMismatch as error:
                     await self._take_down(SlotState.RETIRED, str(error))
                     return
@@ -270,15 +274,22 @@ class Slot:
             self.changed.set()
 
     async def _bring_up(self) -> None:
+        self.incarnation += 1
+        self._handle = None
+        if self.spec.needs is not None:
+            # Before its turn to boot: one that finds no machine holds up nobody else.
+            self._enter(SlotState.STARTING, f"waiting for a machine with {self.spec.needs.kind}")
+            self._handle = self._spawn(self.spec, self.incarnation)
+            await self._handle.placed()
         async with self._boots:
-            self.incarnation += 1
             version = self._target
             self.version, self.info, self.load = None, None, None
             self._cache_salt = ""
             self.bring_up = BringUp.BOOTING
             self._enter(SlotState.STARTING, f"booting version {version}")
             started_s = time.monotonic()
-            self._handle = self._spawn(self.spec, self.incarnation)
+            if self._handle is None:
+                self._handle = self._spawn(self.spec, self.incarnation)
             with self._reading(version):
                 await self._stage(version)
                 self.info = await self._call(

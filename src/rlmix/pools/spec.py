@@ -6,6 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from rlmix.core.errors import EngineError
+from rlmix.launch.handle import Needs
 
 
 class PlanMismatch(EngineError):
@@ -116,6 +117,8 @@ class ReplicaSpec:
     """Environment variable that holds the run's bearer token; None: the engine asks for none."""
     admin_token_env: str | None = None
     """The same for what changes the engine: weights, pauses. None: the token does."""
+    needs: Needs | None = None
+    """What its machine must have; None: any will do."""
     push: PushSpec | None = None
     """None: the engine reads new versions from their folder."""
     staging: StagingSpec | None = None

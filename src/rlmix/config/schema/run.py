@@ -1,6 +1,6 @@
 """Where a run lives, what it runs on, and what it shows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,6 +67,10 @@ class LaunchConfig:
     """How processes are started, watched and replaced."""
 
     backend: str
+    address: str | None
+    """Of a Ray cluster that runs already; None: a Ray of the run's own."""
+    place_timeout_s: float
+    """Longest wait for a machine in a cluster that was joined."""
     max_parallel_boots: int
     """Replicas that start at the same time."""
     boot_timeout_s: float
@@ -81,6 +85,8 @@ class LaunchConfig:
     restart_window_s: float
     restart_delay_s: float
     """Before the first restart in the window; doubles with every further one."""
+    resources: dict[str, str] = field(default_factory=dict)
+    """Accelerator -> custom Ray resource by which its machines are found, in place of the label."""
 
 
 @dataclass(kw_only=True, slots=True)

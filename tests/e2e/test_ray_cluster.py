@@ -1,0 +1,196 @@
+"""Ray clusters of several nodes on this machine: placement, demand, and the death of a node.
+
+Nodes are real (`ray.cluster_utils`), accelerators are custom resources of them. Each node is three
+processes, so there are as few as can be, and the tests share them.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ASKS = """
+import asyncio, json, sys
+from collections import Counter
+from pathlib import Path
+
+from rlmix.core.errors import PlacementError
+from rlmix.launch.handle import Needs
+from rlmix.launch.ray import RayCluster, seen_nodes
+
+
+def chip(amount, name="h100_unit"):
+    return Needs(kind="h100", gpus=0.0, resources={name: float(amount)}, labels={})
+
+
+async def main():
+    cluster = RayCluster.join(sys.argv[1], "probe", log_dir=Path(sys.argv[2]), place_limit_s=LIMIT)
+    out = {}
+    try:
+        fits = cluster.spawn(Counter, name="fits", needs=chip(2))
+        await fits.placed()
+        out["free"] = sum(node.free.get("h100_unit", 0) for node in seen_nodes())
+        for name, asked in (("more", chip(1)), ("unknown", chip(1, "b300_unit"))):
+            waits = cluster.spawn(Counter, name=name, needs=asked)
+            try:
+                await waits.call("total")
+                out[name] = "placed"
+            except PlacementError as error:
+                out[name] = str(error)
+            waits.kill()
+    finally:
+        cluster.stop()
+    print(json.dumps(out))
+
+
+asyncio.run(main())
+"""
+
+
+def environment() -> dict[str, str]:
+    """Of a joined cluster: no token, because these nodes were started without one."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    return {**kept, "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "240"}
+
+
+@pytest.fixture
+def clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """`clusters(head_args, node_args...)` -> (cluster, nodes); all end with the test."""
+    for key in [key for key in os.environ if key.startswith("RAY_")]:
+        monkeypatch.delenv(key)
+    for key, value in environment().items():
+        monkeypatch.setenv(key, value)
+    from ray.cluster_utils import Cluster
+
+    started: list[Any] = []
+
+    def start(head: dict[str, Any], *nodes: dict[str, Any]) -> tuple[Any, list[Any]]:
+        memory = {"object_store_memory": 80 << 20, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args={**memory, **head})
+        started.append(cluster)
+        return cluster, [cluster.add_node(**memory, **node) for node in nodes]
+
+    yield start
+    for cluster in started:
+        cluster.shutdown()
+
+
+def probe(tmp_path: Path, address: str, *, limit_s: float) -> dict[str, Any]:
+    """Runs `ASKS` in a process of its own, since a process joins one cluster in its life."""
+    script = tmp_path / "asks.py"
+    script.write_text(ASKS.replace("LIMIT", str(limit_s)))
+    done = subprocess.run(
+        [sys.executable, str(script), address, str(tmp_path / "logs")],
+        env=environment(), capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def node_of(pid: int, nodes: list[Any]) -> Any:
+    """The node under whose raylet a process is."""
+    above = {parent.pid for parent in psutil.Process(pid).parents()}
+    for node in nodes:
+        raylets = node.all_processes["raylet"]
+        if any(raylet.process.pid in above for raylet in raylets):
+            return node
+    raise AssertionError(f"process {pid} is on no node")
+
+
+def test_a_replica_takes_its_accelerator_and_what_finds_none_is_told_with_both_numbers(
+    clusters: Callable[..., Any], tmp_path: Path
+) -> None:
+    cluster, _ = clusters({"num_cpus": 8}, {"num_cpus": 4, "resources": {"h100_unit": 2}})
+    answer = probe(tmp_path, cluster.address, limit_s=8.0)
+    assert answer["free"] == 0
+    assert "asked for 1 CPU and 1 h100_unit" in answer["more"]
+    assert "2 h100_unit of which 0 are free" in answer["more"]
+    assert "0 b300_unit of which 0 are free" in answer["unknown"]
+    assert "after 8 s" in answer["more"]
+
+
+def test_a_node_dies_and_its_pool_recovers_on_the_others(
+    clusters: Callable[..., Any], start_run: Callable[..., Any]
+) -> None:
+    cluster, nodes = clusters(
+        {"num_cpus": 64},
+        {"num_cpus": 2, "resources": {"b200_unit": 2}},
+        {"num_cpus": 2, "resources": {"b200_unit": 2}},
+    )
+    run = start_run(
+        "node_dies", f"launch.address={cluster.address}", "+launch.resources.b200=b200_unit",
+        "pools.b200.replicas=2", "loop.steps=5", "launch.boot_timeout_s=200",
+        "launch.place_timeout_s=100", "launch.restart_delay_s=0.2",
+    )  # fmt: skip
+
+    def ready() -> list[dict[str, Any]]:
+        return [event for event in run.events("replica_ready") if event["pool"] == "b200"]
+
+    run.wait_until(lambda: len(ready()) >= 2, "two replicas of b200", limit_s=280)
+    run.wait_until(lambda: len(run.rows()) >= 1, "a step", limit_s=200)
+    victim = node_of(ready()[0]["pid"], nodes)
+    lost = {event["replica"] for event in ready() if node_of(event["pid"], nodes) is victim}
+    before = len(ready())
+    cluster.remove_node(victim, allow_graceful=False)
+    run.wait_until(
+        lambda: {event["replica"] for event in ready()[before:]} >= lost,
+        "replicas on the other node",
+        limit_s=200,
+    )
+    survivor = next(node for node in nodes if node is not victim)
+    for event in ready()[before:]:
+        if psutil.pid_exists(event["pid"]):
+            assert node_of(event["pid"], [survivor]) is survivor
+    code, _ = run.finish()
+    assert code == 0, run.stderr()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    # Sessions of the lost replicas went on elsewhere; none is missing and none ended as a fault.
+    dead = [event for event in run.events("replica_dead") if event["replica"] in lost]
+    assert {event["replica"] for event in dead} == lost
+    assert sum(row["rollout/sessions"] for row in rows) == 5 * 8
+    assert all(row["reward/mean"] is not None for row in rows)
+    run.assert_no_process_left()
+
+
+def test_demand_reaches_rays_autoscaler_which_brings_the_node(
+    clusters: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The autoscaler is Ray's own, with the provider that starts nodes on this machine."""
+    from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
+
+    kinds = {
+        "ray.head.default": {"resources": {"CPU": 4}, "node_config": {}, "max_workers": 0},
+        "h100": {"resources": {"CPU": 2, "h100_unit": 2}, "node_config": {},
+                 "min_workers": 0, "max_workers": 1},
+    }  # fmt: skip
+    config = tmp_path / "autoscaler.json"
+    config.write_text(json.dumps(fake_provider(kinds)))
+    monkeypatch.setenv("AUTOSCALER_UPDATE_INTERVAL_S", "1")
+    monkeypatch.setenv("RAY_FAKE_CLUSTER", "1")
+    monkeypatch.setenv("RAY_OVERRIDE_NODE_ID_FOR_TESTING", FAKE_HEAD_NODE_ID)
+    cluster, _ = clusters({"num_cpus": 4, "autoscaling_config": str(config)})
+    monkeypatch.delenv("RAY_OVERRIDE_NODE_ID_FOR_TESTING")
+    # No node has the accelerator; the request brings the one that may come, and not a second.
+    answer = probe(tmp_path, cluster.address, limit_s=90.0)
+    assert answer["free"] == 0
+    assert "2 h100_unit of which 0 are free" in answer["more"]
+
+
+def fake_provider(kinds: dict[str, Any]) -> dict[str, Any]:
+    """Configuration of an autoscaler that starts nodes here."""
+    import ray
+    import yaml
+
+    example = Path(ray.__file__).parent / "autoscaler/_private/fake_multi_node/example.yaml"
+    base: dict[str, Any] = yaml.safe_load(example.read_text())
+    return {**base, "available_node_types": kinds, "max_workers": 1, "idle_timeout_minutes": 1}
