@@ -3,6 +3,9 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+import numpy as np
+
+from rlmix.core.sample import TrainSample
 from rlmix.core.trajectory import Outcome, StopReason, Trajectory
 from rlmix.pools.spec import UpdateReport
 
@@ -21,6 +24,18 @@ def tokens_by_pool(trajectories: Sequence[Trajectory]) -> dict[str, int]:
         for turn in trajectory.turns:
             tokens[turn.pool] += len(turn.output_ids)
     return dict(tokens)
+
+
+def trained_by_pool(samples: Sequence[TrainSample]) -> tuple[dict[str, int], dict[str, int]]:
+    """Pool -> trained trajectories of which it sampled most tokens, and pool -> trained tokens."""
+    trajectories: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    for sample in samples:
+        numbers = np.bincount(sample.pools[sample.mask], minlength=len(sample.pool_names))
+        counts = Counter(dict(zip(sample.pool_names, numbers.tolist(), strict=True)))
+        tokens.update(counts)
+        trajectories.update(name for name, _ in counts.most_common(1))
+    return dict(trajectories), dict(tokens)
 
 
 def prompt_tokens(trajectory: Trajectory) -> int:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from rlmix.batch.groups import build_batch
 from rlmix.config.schema.train import TrainConfig
 from rlmix.core.errors import DivergedError, EngineError, TrainerError, WeightSyncError
+from rlmix.core.sample import TrainSample
 from rlmix.core.trajectory import Trajectory
 from rlmix.launch.handle import Handle
 from rlmix.loop.alarms import AlarmWatch
@@ -29,6 +30,7 @@ from rlmix.loop.rollout import FinishedGroup, Rollout
 from rlmix.loop.step_metrics import (
     serving_pool,
     tokens_by_pool,
+    trained_by_pool,
     trajectory_metrics,
     update_metrics,
 )
@@ -37,6 +39,7 @@ from rlmix.observe.run_dir import RunDir
 from rlmix.pools.fleet import Fleet
 from rlmix.pools.spec import SlotState
 from rlmix.scaling.costs import CostMeter
+from rlmix.scaling.unit_costs import unit_cost_metrics
 from rlmix.trainer.spec import SaveReport, StepResult
 from rlmix.weights.publish import PublishReport
 from rlmix.weights.store import prune
@@ -211,7 +214,7 @@ class TrainingLoop:
             metrics |= await self.publish(step)
         metrics |= await self._note_saves(waits=False)
         metrics |= update_metrics(self._fleet.drain_updates())
-        metrics |= trajectory_metrics(members) | self._count(members)
+        metrics |= trajectory_metrics(members) | self._count(members, batch.samples)
         await self._keep_pace(started_s + waited_s)
         step_s = time.monotonic() - started_s
         metrics |= {
@@ -314,7 +317,9 @@ class TrainingLoop:
         reasons = {f"{status.name}: {status.reason}" for status in self._fleet.status()}
         raise EngineError(f"loop: every replica was given up: {'; '.join(sorted(reasons))}")
 
-    def _count(self, members: Sequence[Trajectory]) -> dict[str, float]:
+    def _count(
+        self, members: Sequence[Trajectory], samples: Sequence[TrainSample]
+    ) -> dict[str, float]:
         """Move the rollout's counts and the cost of the interval into progress and metrics."""
         counts = self._rollout.drain_counts()
         progress = self.progress
@@ -329,6 +334,7 @@ class TrainingLoop:
         progress.cost_usd += cost.usd
         for pool, usd in cost.by_pool_usd.items():
             progress.pool_cost_usd[pool] = progress.pool_cost_usd.get(pool, 0.0) + usd
+        trained, tokens = trained_by_pool(samples)
         replicas = Counter(
             status.pool
             for status in self._fleet.status()
@@ -341,6 +347,7 @@ class TrainingLoop:
             "rollout/void_groups": float(counts.void_groups),
             **{f"rollout/void_{name}": float(n) for name, n in sorted(counts.void_reasons.items())},
             **cost.metrics(),
+            **unit_cost_metrics(cost, trajectories=trained, tokens=tokens),
             "cost/total_usd": progress.cost_usd,
             **{f"pools/{pool}/replicas": float(replicas[pool]) for pool in self._config.pools},
         }

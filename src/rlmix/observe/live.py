@@ -135,7 +135,8 @@ def step_line(state: LiveState) -> str:
         f"masked {figures.percent(metrics.get('correction/masked_frac'), 2)}",
         f"staleness {figures.decimal(metrics.get('staleness/mean_versions'), 1)}",
         f"tokens {figures.count(metrics.get('rollout/tokens'))}",
-        f"cost {figures.usd(metrics.get('cost/step_usd'))}",
+        f"cost {figures.usd(metrics.get('cost/step_usd'))}"
+        f" ({figures.usd(metrics.get('cost/trajectory_usd'))} each)",
         f"{figures.decimal(metrics.get('time/step_s'), 1)} s",
         f"left {figures.duration(state.eta_s)}",
     ]
@@ -258,6 +259,7 @@ def _last_metrics(state: LiveState) -> "Text":
         f"grad {figures.decimal(metrics.get('loss/grad_norm'), 2)}",
         f"step {figures.decimal(metrics.get('time/step_s'), 1)} s",
         f"{figures.usd(metrics.get('cost/step_usd'))}",
+        f"1k tokens {figures.usd(metrics.get('cost/per_1k_tokens_usd'))}",
         f"void {figures.percent(metrics.get('rollout/void_frac'), 1)}",
     )
     return _line(("last step ", ""), ("  ".join(pieces), "dim"))

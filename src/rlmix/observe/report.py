@@ -14,11 +14,13 @@ from rlmix.observe import (
     figures,
     report_alarms,
     report_charts,
+    report_costs,
     report_scaling,
     report_tables,
 )
 from rlmix.observe.jsonl import write_atomically
 from rlmix.observe.report_data import ReportData, read_report_data
+from rlmix.observe.report_evaluations import evaluation_cards
 from rlmix.observe.run_state import read_run_state
 
 REPORT_FILE = "report.html"
@@ -57,10 +59,15 @@ def report_html(run_dir: Path) -> str:
 
 def _sections(data: ReportData) -> str:
     facts = _stack(report_tables.evaluation_card(data), report_tables.facts_card(data))
-    learning = [*report_charts.learning_cards(data), facts, report_tables.stop_reasons_card(data)]
+    learning = [
+        *report_charts.learning_cards(data),
+        *evaluation_cards(data),
+        facts,
+        report_tables.stop_reasons_card(data),
+    ]
     marks = report_scaling.scale_marks(data)
     fleet = [*report_charts.fleet_cards(data, marks=marks), report_tables.pools_card(data)]
-    fleet.append(report_scaling.scaling_card(data))
+    fleet += [report_costs.unit_costs_card(data), report_scaling.scaling_card(data)]
     return (
         _section("Learning", learning)
         + _section("Numerics and correction", report_charts.correction_cards(data))

@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 
 from rlmix.core.candidates import Candidates
+from rlmix.core.sample import TrainSample
 from rlmix.core.trajectory import Outcome, StopReason, Trajectory, Turn
-from rlmix.loop.step_metrics import prompt_tokens, serving_pool, tokens_by_pool, trajectory_metrics
+from rlmix.loop.step_metrics import (
+    prompt_tokens,
+    serving_pool,
+    tokens_by_pool,
+    trained_by_pool,
+    trajectory_metrics,
+)
 
 
 def session(pools: list[tuple[str, int]], *, reward: float = 0.0, void: bool = False) -> Trajectory:
@@ -87,3 +94,20 @@ def test_a_step_of_voids_has_no_reward_at_all():
 def test_every_turn_sends_the_whole_context_again():
     # Turn 1 sends 4; turn 2 sends 4 + 5 sampled + 2 observed.
     assert prompt_tokens(session([("a100", 5), ("b200", 9)])) == 4 + 11
+
+
+def test_trained_tokens_are_counted_by_the_pool_that_sampled_them() -> None:
+    """Five sampled tokens: three of b, two of a; the trajectory is b's."""
+    sample = TrainSample(
+        session_id="s",
+        ids=np.arange(7, dtype=np.int32),
+        mask=np.array([False, True, True, False, True, True, True]),
+        sampler_logprobs=np.zeros(7, dtype=np.float32),
+        advantage=0.5,
+        versions=np.zeros(7, dtype=np.int32),
+        pools=np.array([-1, 0, 0, -1, 1, 1, 1], dtype=np.int16),
+        pool_names=("a", "b", "c"),
+    )
+    trajectories, tokens = trained_by_pool([sample, sample])
+    assert trajectories == {"b": 2}
+    assert {pool: count for pool, count in tokens.items() if count} == {"a": 4, "b": 6}
