@@ -132,10 +132,13 @@ def check(
                 *listed,
                 *(_entry(result.task_id, result.reason) for result in excluded),
             ],
+            "programs": _programs(cases),
             "runs": sum(result.num_runs for result in results),
         },
         view=lambda: _checked_view(results, listed, source),
-        code=ExitCode.CHECK_FAILED if excluded or (strict and listed) else ExitCode.GOOD,
+        code=_check_code(
+            num_ok=len(results) - len(excluded), excluded=excluded, listed=listed, strict=strict
+        ),
     )
 
 
@@ -212,6 +215,22 @@ async def _check_all(
             return list(await asyncio.gather(*map(one, cases)))
         finally:
             await backend.close()
+
+
+def _check_code(*, num_ok: int, excluded: list[Any], listed: list[Any], strict: bool) -> ExitCode:
+    """A set of which nothing is left has failed, whoever excluded it."""
+    is_good = num_ok and not excluded and not (strict and listed)
+    return ExitCode.GOOD if is_good else ExitCode.CHECK_FAILED
+
+
+def _programs(cases: "list[Case]") -> dict[str, int]:
+    """How many tasks run with whose programs."""
+    found: dict[str, int] = {}
+    for public, _, _, _ in cases:
+        has_image = public.prepared is not None and bool(public.prepared.rootfs)
+        whose = "the image's" if has_image else "this machine's"
+        found[whose] = found.get(whose, 0) + 1
+    return found
 
 
 def _earlier(path: Path) -> list[dict[str, str]]:

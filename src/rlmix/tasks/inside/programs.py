@@ -7,7 +7,8 @@ from types import CodeType
 
 _OWN_IMPORT = re.compile(r"^from rlmix\.\S+ import (?:\([^)]*\)|.*)$", re.MULTILINE)
 SHARED = ("tree.py", "protected.py", "restore.py")
-PARTS = {
+PARTS: dict[str, tuple[str, ...]] = {
+    "files": ("tree.py",),
     "unittest": SHARED,
     "command": (*SHARED, "processes.py", "submission.py"),
     "harbor": (*SHARED, "processes.py", "submission.py"),
