@@ -32,6 +32,10 @@ class DataError(RlmixError, ValueError):
     """A data file or record is not what its schema says."""
 
 
+class VersionError(DataError):
+    """A file was written by a version of rlmix whose formats this one does not read."""
+
+
 class EngineError(RlmixError):
     """A sampler engine answered wrongly, too late, or not at all."""
 

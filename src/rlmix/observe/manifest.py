@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from dataclasses import fields as fields_of
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from typing import Any
 import orjson
 
 from rlmix.core.errors import DataError
+from rlmix.core.schema_version import require_readable
 from rlmix.observe.jsonl import write_atomically
 from rlmix.observe.lock import Owner
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = 1
+SCHEMA_VERSION = "1.0"
+"""Of the manifest, and by it of the files of a run that have no number of their own."""
 PACKAGES = ("torch", "transformers", "ray", "numpy", "tokenizers", "safetensors", "sglang")
 """Their versions change numbers or scheduling; read from metadata, never imported."""
 
@@ -57,7 +60,7 @@ class Manifest:
     attempts: tuple[Attempt, ...] = ()
     sinks: dict[str, str] = field(default_factory=dict)
     """What a sink needs to continue its own run, by sink name."""
-    format: int = FORMAT
+    schema_version: str = SCHEMA_VERSION
 
     def with_attempt(self, attempt: Attempt) -> "Manifest":
         """Add the attempt, or replace the one of the same number."""
@@ -84,22 +87,30 @@ def read_manifest(run_path: Path) -> Manifest:
     """Read `manifest.json`.
 
     Raises:
+        VersionError: it is of another major version.
         DataError: there is none, or it is not one of ours.
     """
     path = run_path / MANIFEST_FILE
     try:
         fields = orjson.loads(path.read_bytes())
-        if fields["format"] != FORMAT:
-            raise DataError(f"{path}: format {fields['format']}; this rlmix reads format {FORMAT}")
-        attempts = tuple(
-            Attempt(**{**entry, "owner": Owner(**entry["owner"]), "argv": tuple(entry["argv"])})
-            for entry in fields.pop("attempts")
-        )
-        return Manifest(**fields, attempts=attempts)
+        require_readable(fields.get("schema_version"), known=SCHEMA_VERSION, where=path)
+        attempts = tuple(_attempt(entry) for entry in fields.pop("attempts"))
+        return Manifest(**_known(Manifest, fields), attempts=attempts)
     except FileNotFoundError:
         raise DataError(f"{run_path} is no run directory: it has no {MANIFEST_FILE}") from None
     except (orjson.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{path}: not a manifest of rlmix ({error})") from error
+
+
+def _attempt(entry: dict[str, Any]) -> Attempt:
+    owner, argv = Owner(**_known(Owner, entry["owner"])), tuple(entry["argv"])
+    return Attempt(**{**_known(Attempt, entry), "owner": owner, "argv": argv})
+
+
+def _known(cls: type, entry: dict[str, Any]) -> dict[str, Any]:
+    """Without what a newer minor version added."""
+    names = {one.name for one in fields_of(cls)}
+    return {name: value for name, value in entry.items() if name in names}
 
 
 def software_facts() -> dict[str, Any]:

@@ -19,11 +19,15 @@ import numpy as np
 import orjson
 
 from rlmix.core.candidates import Candidates
-from rlmix.core.errors import DataError
+from rlmix.core.errors import DataError, VersionError
+from rlmix.core.schema_version import require_readable
 from rlmix.core.trajectory import Outcome, StopReason, Trajectory, Turn, VersionSpan
 from rlmix.observe.jsonl import read_jsonl, valid_text, write_atomically
 
 INDEX_FILE = "index.jsonl"
+
+SCHEMA_VERSION = "1.0"
+"""In every record, so that a line says by itself how it is read."""
 
 _OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 
@@ -54,20 +58,26 @@ def read_trajectories(path: Path) -> list[Trajectory]:
     """Read a file back. Logprobs come back as float32 values, everything else unchanged.
 
     Raises:
+        VersionError: a line is of another major version.
         DataError: a line is not a trajectory.
     """
     trajectories = []
     for number, record in enumerate(read_jsonl(path), start=1):
+        where = f"{path} line {number}"
         try:
+            require_readable(record.get("schema_version"), known=SCHEMA_VERSION, where=where)
             trajectories.append(decode_trajectory(record))
+        except VersionError:
+            raise
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{path} line {number}: not a trajectory record ({error})") from error
+            raise DataError(f"{where}: not a trajectory record ({error})") from error
     return trajectories
 
 
 def encode_trajectory(trajectory: Trajectory, *, step: int) -> dict[str, Any]:
     turns = trajectory.turns
     return {
+        "schema_version": SCHEMA_VERSION,
         "session_id": trajectory.session_id,
         "group_id": trajectory.group_id,
         "task_id": trajectory.task_id,

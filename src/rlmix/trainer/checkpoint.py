@@ -225,7 +225,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_complete(folder: Path) -> Path | None:
-    """The newest checkpoint whose every file agrees with its manifest; None when there is none."""
+    """The newest checkpoint whose every file agrees with its manifest; None when there is none.
+
+    Raises:
+        VersionError: it is of another major version. Going back to an older one would lose steps
+            that are not damaged.
+    """
     for path in reversed(list_checkpoints(folder)):
         try:
             verify_checkpoint(path)

@@ -12,10 +12,13 @@ from typing import Any
 
 import xxhash
 
-from rlmix.core.errors import WeightSyncError
+from rlmix.core.errors import VersionError, WeightSyncError
+from rlmix.core.schema_version import require_readable
 
 MANIFEST_NAME = "manifest.json"
-FORMAT = "rlmix-folder-1"
+FORMAT = "rlmix-folder"
+SCHEMA_VERSION = "1.0"
+"""Of folders of weights and of checkpoints, with everything that rlmix itself puts into them."""
 
 READ_BYTES = 1 << 22
 """Chunk size when hashing: large enough to be disk-bound, small enough to stay in cache."""
@@ -75,6 +78,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write and fsync the manifest; call it after every other file is on disk."""
     document = {
         "format": FORMAT,
+        "schema_version": SCHEMA_VERSION,
         "kind": manifest.kind,
         "version": manifest.version,
         "view": manifest.view,
@@ -91,6 +95,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Parse the manifest without looking at the files.
 
     Raises:
+        VersionError: of another major version. Not a damage: nobody may pass it over.
         WeightSyncError: missing, cut short, or not of this format.
     """
     path = folder / MANIFEST_NAME
@@ -100,6 +105,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise WeightSyncError(
                 f"weights: {path} has format {document['format']!r}, this rlmix reads {FORMAT!r}"
             )
+        require_readable(document.get("schema_version"), known=SCHEMA_VERSION, where=path)
         return Manifest(
             kind=document["kind"],
             version=int(document["version"]),
@@ -115,7 +121,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"weights: {folder} has no {MANIFEST_NAME}; it was not finished, or is no version"
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, WeightSyncError):
+        if isinstance(error, (WeightSyncError, VersionError)):
             raise
         raise WeightSyncError(
             f"weights: {path} is damaged ({type(error).__name__}: {error})"

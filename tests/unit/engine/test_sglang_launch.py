@@ -178,6 +178,10 @@ def test_the_numerics_key_of_a_real_server_says_so_and_names_its_kernels() -> No
     assert key.moe == "triton"
     # `auto` says nothing, so the plan's word stands.
     assert numerics_of(expected, INFO).moe == "auto"
+    # An engine of another version is another sampler, whatever else is the same.
+    upgraded = numerics_of(expected, {**INFO, "version": "0.5.24", "moe_runner_backend": "triton"})
+    assert upgraded.compact() == key.compact().replace("sglang-0.5.23", "sglang-0.5.24")
+    assert upgraded.compact() != key.compact()
     # Experts alone in NVFP4 are other numbers than all matrices.
     fp4 = numerics_of({**expected, "weights": "nvfp4", "view": "nvfp4:experts"}, INFO)
     assert fp4.compact().startswith("cpu/nvfp4:experts/a=bf16")

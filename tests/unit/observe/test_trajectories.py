@@ -143,7 +143,7 @@ def test_summary_counts_by_reason_and_by_pool() -> None:
 
 def test_damaged_record_names_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "step_000001.jsonl"
-    path.write_text('{"session_id": "s1"}\n')
+    path.write_text('{"schema_version": "1.0", "session_id": "s1"}\n')
     with pytest.raises(DataError, match=r"step_000001\.jsonl line 1: not a trajectory record"):
         read_trajectories(path)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlmix.core.errors import TrainerError, WeightSyncError
+from rlmix.core.errors import TrainerError, VersionError, WeightSyncError
 from rlmix.trainer.checkpoint import (
     is_checkpoint,
     list_checkpoints,
@@ -91,6 +91,20 @@ def test_the_newest_complete_checkpoint_is_not_the_damaged_one(folder, damage, m
         verify_checkpoint(bad)
     with pytest.raises(TrainerError, match="cannot resume"):
         load_checkpoint(bad)
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused_and_never_passed_over(folder):
+    save(folder, 1)
+    newer = save(folder, 2)
+    manifest = json.loads((newer / "manifest.json").read_text())
+    assert manifest["schema_version"] == "1.0"
+    (newer / "manifest.json").write_text(json.dumps({**manifest, "schema_version": "2.0"}))
+    for read in (newest_complete, lambda _: load_checkpoint(newer)):
+        with pytest.raises(VersionError, match=r"written by a newer rlmix; this one reads 1\.x"):
+            read(folder)
+    # A newer minor version is the same form with something more in it.
+    (newer / "manifest.json").write_text(json.dumps({**manifest, "schema_version": "1.9"}))
+    assert newest_complete(folder) == newer
 
 
 def test_no_complete_checkpoint_is_none(folder):
