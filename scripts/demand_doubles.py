@@ -1,0 +1,121 @@
+"""A default run whose trainer suddenly needs twice as many sessions, with the policy alone to react.
+
+    .venv/bin/python scripts/demand_doubles.py --json
+
+It starts `rlmix train` with `scaling.auto=false` and measures what the pools finish; gives the
+trainer a pace that takes 70 % of it (`loop.min_step_s`) and lets the policy act: nothing should
+happen. Then `loop.sessions_per_step` is doubled from outside, and the operations that the policy
+begins are printed. Exit 1 when it began none after the doubling, or one before.
+"""
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlmix.core.errors import RlmixError
+from rlmix.observe.jsonl import read_jsonl
+from rlmix.scaling.control import ControlClient
+
+USED_FRAC = 0.7
+"""Of what the pools can, before the doubling: twice as much is 1.4 times what they can."""
+QUICK_RULES = {"scaling.every_s": 5.0, "scaling.out_delay_s": 10.0, "scaling.most_changes": 2}
+"""A run of minutes cannot wait for rules of hours."""
+CALM_STEPS = 3
+
+
+def rows(path: Path, file: str) -> list[dict[str, Any]]:
+    return list(read_jsonl(path / file)) if (path / file).exists() else []
+
+
+def until(condition: Callable[[], Any], run: "subprocess.Popen[bytes]", limit_s: float) -> Any:
+    deadline_s = time.monotonic() + limit_s
+    while not (result := condition()):
+        if run.poll() is not None or time.monotonic() > deadline_s:
+            return None
+        time.sleep(0.2)
+    return result
+
+
+def watch(folder: Path, overrides: list[str], limit_s: float) -> dict[str, Any]:
+    """Run it, and what was seen."""
+    path = folder / "doubles"
+    command = [sys.executable, "-c", "from rlmix.cli import main; main()", "train",
+               f"run.dir={folder}", "run.name=doubles", "loop.steps=1000", "loop.eval_tasks=0",
+               "observe.live=false", *overrides]  # fmt: skip
+    with (folder / "run.log").open("wb") as log:
+        run = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        until(lambda: len(rows(path, "metrics.jsonl")) >= 3, run, limit_s)
+        client = ControlClient.of_run(path)
+        first = rows(path, "metrics.jsonl")[1:]
+        sessions = sum(row["rollout/sessions"] for row in first)
+        per_s = sessions / sum(row["time/step_s"] for row in first)
+        per_step = int(first[-1]["rollout/sessions"])
+        pace_s = round(per_step / (USED_FRAC * per_s), 1)
+        client.change_settings({**QUICK_RULES, "loop.min_step_s": pace_s, "scaling.auto": True})
+        calm_from = len(rows(path, "metrics.jsonl"))
+        until(lambda: len(rows(path, "metrics.jsonl")) >= calm_from + CALM_STEPS, run, limit_s)
+        before = client.pools()
+        doubled_s = time.time()
+        client.change_settings({"loop.sessions_per_step": 2 * per_step})
+
+        def reacted() -> list[dict[str, Any]]:
+            return [e for e in rows(path, "events.jsonl") if e["kind"] == "scale_done"]
+
+        until(reacted, run, limit_s)
+        after = client.pools()
+    except RlmixError as error:
+        return {"error": str(error), "log": (folder / "run.log").read_text()[-1500:]}
+    finally:
+        if run.poll() is None:
+            run.send_signal(signal.SIGINT)
+            time.sleep(1.0)
+            run.send_signal(signal.SIGINT)
+            run.wait(timeout=60)
+    events = rows(path, "events.jsonl")
+    started = [e for e in events if e["kind"] == "scale_started"]
+    return {
+        "finished_per_s": per_s,
+        "min_step_s": pace_s,
+        "sessions_per_step": [per_step, 2 * per_step],
+        "began_before": sum(e["unix_s"] < doubled_s for e in started),
+        "policy_before": before["policy"],
+        "policy_after": after["policy"],
+        "usd_per_hour": [before["usd_per_hour"], after["usd_per_hour"]],
+        "operations": [
+            {
+                "id": e["operation"], "after_s": round(e["unix_s"] - doubled_s, 1),
+                "targets": e["targets"], "from": e["from"], "reason": e["reason"],
+            }
+            for e in started
+        ],
+        "done": [
+            {"id": e["operation"], "after_s": round(e["unix_s"] - doubled_s, 1)}
+            for e in events
+            if e["kind"] == "scale_done"
+        ],
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for the run")
+    parser.add_argument("--limit-s", type=float, default=200.0, help="for each of three waits")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="rlmix-doubles-") as folder:
+        result = watch(Path(folder), options.overrides, options.limit_s)
+    print(json.dumps(result, indent=2 if options.json else None))
+    good = bool(result.get("done")) and result.get("began_before") == 0
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
