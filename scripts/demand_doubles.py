@@ -1,4 +1,4 @@
-"""A default run whose trainer suddenly needs twice as many sessions, with the policy alone to react.
+"""A default run whose trainer suddenly needs twice as many sessions; the policy alone reacts.
 
     .venv/bin/python scripts/demand_doubles.py --json
 
