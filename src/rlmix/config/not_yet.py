@@ -21,9 +21,3 @@ def cannot_run_yet(config: TrainConfig) -> Iterator[Problem]:
             f"`rlmix tasks prepare {source} --path DATA --images DIR --out FOLDER`, check it with "
             f"`rlmix tasks check {source} --path FOLDER`, and set tasks.path=FOLDER",
         )
-    if config.trainer.device != "cpu":
-        yield Problem(
-            where=f"trainer.device={config.trainer.device}",
-            what="a trainer on accelerators arrives with the distributed trainer; this version "
-            "trains on this machine's CPU",
-        )

@@ -101,6 +101,13 @@ def start_faults(plan: RunPlan, config: TrainConfig, *, devices: Path = DEVICES)
         if pool.gpu_ids
     }
     found = len(list(devices.glob("nvidia[0-9]*")))
+    trainer = config.trainer
+    if trainer.device != "cpu" and trainer.ranks > found:
+        faults.append(
+            f"trainer.device={trainer.device}: this machine has {found} accelerators, and each of "
+            f"trainer.ranks={trainer.ranks} needs one; lower trainer.ranks, or set "
+            "trainer.device=cpu"
+        )
     for name, count in wanted.items():
         if count > found:
             faults.append(

@@ -63,7 +63,7 @@ def noise_floor(
         with policy.computed_otherwise(num_tokens=len(sample.ids)):
             found = policy.token_logprobs(alone, temperature=algo.temperature, replay=algo.replay)
         sampler_P = torch.from_numpy(alone.sampler_logprobs_P)
-        differences.append(packed_P[is_row_P] - log_ratio(found.trainer_P, sampler_P))
+        differences.append(packed_P[is_row_P] - log_ratio(found.trainer_P.cpu(), sampler_P))
     difference_N = torch.cat(differences)
     measured = mismatch_metrics(difference_N)
     return {

@@ -98,8 +98,23 @@ class Policy:
             raise TrainerError(f"trainer: {type(model).__name__} has no language-model head")
         self._head: Any = head
         self._is_sharded = False
+        self._device = torch.device("cpu")
         self._check_head()
         self._routers = Routers(model) if replays_routing else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the forward runs."""
+        return self._device
+
+    def put(self, array: np.ndarray) -> Tensor:
+        """A micro-batch's array where the forward runs."""
+        return torch.from_numpy(array).to(self._device)
+
+    def move(self, device: torch.device) -> None:
+        """The whole model to one device; `shard` does it piece by piece instead."""
+        self.model.to(device)  # type: ignore[arg-type]
+        self._device = device
 
     def take_documents(self) -> None:
         """Prepare for micro-batches of packed documents; raises TrainerError where they would see
@@ -174,6 +189,8 @@ class Policy:
         """Cut the model over the ranks of `mesh`; from here on all ranks compute in step."""
         shard_model(self.model, mesh=mesh, offloads=offloads)
         self._is_sharded = True
+        if mesh.device_type != "cpu":
+            self._device = torch.device(mesh.device_type, torch.cuda.current_device())
 
     def gathered(self, body: Callable[[], T]) -> T:
         """`body()`, in which the model's forward and its head may be used together: only there are
@@ -243,8 +260,8 @@ class Policy:
         kept sets and `replay`, renormalised on them; with a head, or without `replay`, over
         the whole vocabulary (then kept sets give no support: p and q would not share one).
         """
-        rows_P, cols_P = map(torch.from_numpy, batch.places_P)
-        asked = _Asked.of(batch)
+        rows_P, cols_P = map(self.put, batch.places_P)
+        asked = _Asked.of(batch, put=self.put)
 
         def body() -> tuple[Tensor, Tensor, Tensor, RoutingTally | None]:
             hidden_BTH, routing = self._replayed_hidden(batch)
@@ -260,7 +277,7 @@ class Policy:
         if batch.kept_logprobs_PK is None or (batch.kept_exact and not replay):
             full_P = sampled_P - found.normaliser_P
             return TokenLogprobs(full_P, None, entropy_P, routing, head)
-        sampler_PK = torch.from_numpy(batch.kept_logprobs_PK)
+        sampler_PK = self.put(batch.kept_logprobs_PK)
         kept_PK, scores_PK = kept_mask(sampler_PK), found.scores_PK[:, asked.kept]
         if batch.kept_exact:
             trainer_P, trainer_PK = on_kept_set(sampled_P, scores_PK, kept_PK)
@@ -271,7 +288,7 @@ class Policy:
 
     def _replayed_hidden(self, batch: MicroBatch) -> tuple[Tensor, RoutingTally | None]:
         """[B, T, H] last hidden states, through the recorded experts where there is a record."""
-        ids_BT = torch.from_numpy(batch.ids_BT)
+        ids_BT = self.put(batch.ids_BT)
         if self._routers is None:
             return self.hidden(ids_BT, batch.starts), None
         if batch.experts_BTLK is None:
@@ -292,6 +309,7 @@ class Policy:
         Returns:
             float32 [length - 1] for each row: its tokens from 1 on.
         """
+        ids_BT = ids_BT.to(self.device)
 
         def body() -> list[Tensor]:
             hidden_BTH = self.hidden(ids_BT)
@@ -332,7 +350,7 @@ class Policy:
             if self._is_sharded:
                 state = {name: whole(tensor).to(torch.bfloat16) for name, tensor in state.items()}
             state = revert_weight_conversion(self.model, state)
-            return {name: state[name].detach().clone().contiguous() for name in sorted(state)}
+            return {name: state[name].detach().cpu().clone().contiguous() for name in sorted(state)}
 
     @torch.no_grad()
     def _check_head(self) -> None:
@@ -372,22 +390,22 @@ class _Asked:
     """Both None when no head was recorded beside a kept set."""
 
     @classmethod
-    def of(cls, batch: MicroBatch) -> "_Asked":
-        ids = [torch.from_numpy(batch.sampled_P)[:, None]]
+    def of(cls, batch: MicroBatch, *, put: Callable[[np.ndarray], Tensor]) -> "_Asked":
+        ids = [put(batch.sampled_P)[:, None]]
         slots = [torch.ones_like(ids[0], dtype=torch.bool)]
         if batch.kept_ids_PK is not None and batch.kept_logprobs_PK is not None:
-            ids.append(torch.from_numpy(batch.kept_ids_PK))
-            slots.append(kept_mask(torch.from_numpy(batch.kept_logprobs_PK)))
+            ids.append(put(batch.kept_ids_PK))
+            slots.append(kept_mask(put(batch.kept_logprobs_PK)))
         kept = slice(1, sum(part.shape[1] for part in ids))
         tokens_H = sampler_HK = None
         if batch.head_tokens_H is not None and batch.head_logprobs_HK is not None:
             assert batch.head_ids_HK is not None
-            tokens_H = torch.from_numpy(batch.head_tokens_H)
-            sampler_HK = torch.from_numpy(batch.head_logprobs_HK)
+            tokens_H = put(batch.head_tokens_H)
+            sampler_HK = put(batch.head_logprobs_HK)
             shape = (len(batch.sampled_P), sampler_HK.shape[1])
-            head_ids_PK = torch.zeros(shape, dtype=torch.int64)
-            head_ids_PK[tokens_H] = torch.from_numpy(batch.head_ids_HK)
-            is_head_PK = torch.zeros(shape, dtype=torch.bool)
+            head_ids_PK = ids[0].new_zeros(shape)
+            head_ids_PK[tokens_H] = put(batch.head_ids_HK)
+            is_head_PK = slots[0].new_zeros(shape)
             is_head_PK[tokens_H] = kept_mask(sampler_HK)
             ids.append(head_ids_PK)
             slots.append(is_head_PK)

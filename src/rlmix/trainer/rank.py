@@ -137,6 +137,7 @@ class TrainerRank:
             policy.shard(world.mesh, offloads=self._spec.offloads)
             optimizer = ShardedOptimizer(policy.parameters(), self._spec.optimizer)
         else:
+            policy.move(world.device)
             optimizer = MasterOptimizer(policy.parameters(), self._spec.optimizer)
         self._version = 0
         if checkpoint is not None:
@@ -361,7 +362,7 @@ class TrainerRank:
                 ids_BT, [lengths[index] for index in chosen], temperature=divisor
             )
             for index, logprobs_P in zip(chosen, found, strict=True):
-                scores[index][1:] = logprobs_P.numpy()
+                scores[index][1:] = logprobs_P.cpu().numpy()
         return scores
 
     @torch.no_grad()
@@ -377,7 +378,7 @@ class TrainerRank:
         for batch in pack_samples(samples, max_tokens=self._spec.micro_batch_tokens):
             found = policy.token_logprobs(batch, temperature=algo.temperature, replay=algo.replay)
             for number, col, value in zip(
-                batch.sequences_P, batch.cols_P, found.trainer_P.numpy(), strict=True
+                batch.sequences_P, batch.cols_P, found.trainer_P.cpu().numpy(), strict=True
             ):
                 scores[number][col] = value
         return scores

@@ -8,7 +8,8 @@ anything.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from rlmix.core.errors import DataError
 from rlmix.trainer.policy import Policy, TokenLogprobs
 from rlmix.trainer.routing import RoutingTally
 from rlmix.trainer.spec import AlgoSpec
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,8 +135,8 @@ def run_micro_batch(
         return BatchPass(loss=value, failure=_failure(batch, terms))
     heads = None
     if found.head is not None:
-        pools_H = torch.from_numpy(batch.pools_P[batch.head_tokens_H])
-        heads = _head_facts(found.head, pools_H, algo)
+        pools_H = policy.put(batch.pools_P[batch.head_tokens_H])
+        heads = _on_cpu(_head_facts(found.head, pools_H, algo))
     facts = TokenFacts(
         log_ratios_T=terms.log_ratios_T,
         weights_T=terms.weights_T,
@@ -149,10 +152,10 @@ def run_micro_batch(
     return BatchPass(
         loss=value,
         failure="",
-        facts=facts,
+        facts=_on_cpu(facts),
         heads=heads,
-        dropped=terms.dropped,
-        routing=found.routing,
+        dropped=_on_cpu(terms.dropped),
+        routing=_on_cpu(found.routing),
     )
 
 
@@ -192,18 +195,30 @@ def _terms(policy: Policy, batch: MicroBatch, algo: AlgoSpec) -> tuple[TokenTerm
         )
     terms = token_terms(
         found.trainer_P,
-        torch.from_numpy(batch.sampler_logprobs_P),
-        torch.from_numpy(batch.advantages_P),
+        policy.put(batch.sampler_logprobs_P),
+        policy.put(batch.advantages_P),
         importance=algo.importance,
         low=algo.low,
         high=algo.high,
         centering=algo.centering,
         support=found.support,
-        sequences_T=torch.from_numpy(batch.sequences_P),
+        sequences_T=policy.put(batch.sequences_P),
         sequence_rule=sequence_rule(algo),
         average=algo.average,
     )
     return terms, found
+
+
+def _on_cpu(facts: T) -> T:
+    """The same dataclass with its tensors in main memory, detached; None stays None."""
+    if facts is None:
+        return facts
+    tensors = {
+        name: value.detach().cpu()
+        for name in facts.__dataclass_fields__  # type: ignore[attr-defined]
+        if isinstance(value := getattr(facts, name), Tensor)
+    }
+    return replace(facts, **tensors)  # type: ignore[type-var]
 
 
 def _sequence_metrics(

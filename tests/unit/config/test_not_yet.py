@@ -14,11 +14,7 @@ def test_the_default_run_and_the_small_one_can_start() -> None:
     assert refused("experiment=exact") == []
 
 
-def test_everything_that_only_a_plan_serves_is_told_at_once() -> None:
-    lines = refused("experiment=qwen36_b200")
-    assert [line.split(":")[0] for line in lines] == [
-        "tasks.path=null",
-        "trainer.device=b200",
-    ]
-    assert "make one with `rlmix tasks prepare mimo" in lines[0]
-    assert all("arrive" in line and "this version" in line for line in lines[1:])
+def test_a_set_that_is_not_prepared_is_refused_with_the_commands_that_prepare_it() -> None:
+    (line,) = refused("experiment=qwen36_b200")
+    assert line.startswith("tasks.path=null: ")
+    assert "make one with `rlmix tasks prepare mimo" in line

@@ -48,6 +48,18 @@ def test_accelerators_are_counted(tmp_path: Path) -> None:
     assert faults(*asked, devices=tmp_path) == []
 
 
+def test_every_trainer_rank_needs_an_accelerator_where_it_asks_for_one(tmp_path: Path) -> None:
+    asked = ("trainer.device=b200", "trainer.ranks=2")
+    (tmp_path / "nvidia0").touch()
+    (line,) = faults(*asked, devices=tmp_path)
+    assert line == (
+        "trainer.device=b200: this machine has 1 accelerators, and each of trainer.ranks=2 needs "
+        "one; lower trainer.ranks, or set trainer.device=cpu"
+    )
+    (tmp_path / "nvidia1").touch()
+    assert faults(*asked, devices=tmp_path) == []
+
+
 def test_the_evaluation_is_served_by_an_embedded_pool_or_by_real_ones_in_bf16() -> None:
     config = load_config("train", ["experiment=tiny_sglang"]).config
     plan = build_plan(config, facts=facts_of(config), python="python")
