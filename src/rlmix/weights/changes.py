@@ -17,19 +17,22 @@ import zstandard
 
 from rlmix.core.errors import WeightSyncError
 from rlmix.weights import rans
+from rlmix.weights.log_codes import RawBits
 
 CHUNK = 1 << 18
 """Elements coded with one set of tables: fits into a core's cache, and rows of an embedding that a
 step did not touch lie in chunks of their own."""
 
-QUADS = 48
+QUADS = 47
 """Tables below this number code four elements a symbol, the others one."""
+LARGE_TABLE = 63
+"""For what a symbol of four elements cannot say: changes by more than one unit."""
 NUM_TABLES = 64
 UNCHANGED = 255
 """Instead of a table: nothing of this (chunk, exponent) changed."""
 
 ZSTD_LEVEL = 9
-WIDE_FRAC = 0.15
+SINGLES_FRAC = 0.15
 """From this share of changed elements on, or a tenth of it in large changes, an element is a symbol
 of its own."""
 
@@ -73,7 +76,8 @@ def encode(pairs: Sequence[tuple[np.ndarray, np.ndarray]], kind: Kind) -> Coded:
     choices: list[np.ndarray] = []
     symbols: list[np.ndarray] = []
     tables: list[np.ndarray] = []
-    escapes: list[np.ndarray] = []
+    large: list[np.ndarray] = []
+    raw, large_raw = RawBits(), RawBits()
     num_elements = num_changed = 0
     for old, new in _chunks(pairs, kind):
         changes = (_ordered(new, kind) - _ordered(old, kind)).astype(np.int16)
@@ -87,14 +91,20 @@ def encode(pairs: Sequence[tuple[np.ndarray, np.ndarray]], kind: Kind) -> Coded:
             chosen[index] = table
             if table == UNCHANGED:
                 continue
-            coded, escaped = (_to_quads if table < QUADS else _to_singles)(part)
+            if table < QUADS:
+                coded, larger = _to_quads(part)
+                large.append(larger)
+            else:
+                coded = raw.code(part)
             symbols.append(coded)
             tables.append(np.full(len(coded), table, dtype=np.uint8))
-            escapes.append(escaped)
         contexts.append(context)
         choices.append(chosen)
         num_elements += len(changes)
         num_changed += int(np.count_nonzero(changes))
+    # At the end, so that a reader who has everything else knows how many there are.
+    symbols.append(large_raw.code(_joined(large, np.int16)))
+    tables.append(np.full(len(symbols[-1]), LARGE_TABLE, dtype=np.uint8))
     all_symbols, all_tables = _joined(symbols, np.uint8), _joined(tables, np.uint8)
     used = np.unique(all_tables)
     counts = np.stack(
@@ -114,7 +124,9 @@ def encode(pairs: Sequence[tuple[np.ndarray, np.ndarray]], kind: Kind) -> Coded:
         used.tobytes(),
         _packed(frequencies[used].astype("<u2")),
         _packed(_joined(choices, np.uint8)),
-        _packed(_joined(escapes, np.int16).astype("<i2")),
+        len(symbols[-1]).to_bytes(8, "little"),
+        raw.packed(),
+        large_raw.packed(),
         rans.encode(all_symbols, rows[all_tables], compact),
     )
     return Coded(
@@ -137,11 +149,11 @@ def apply(olds: Sequence[np.ndarray], data: bytes, kind: Kind) -> Iterator[np.nd
 
 
 def _apply(olds: Sequence[np.ndarray], data: bytes, kind: Kind) -> Iterator[np.ndarray]:
-    used_bytes, freqs, chosen_bytes, escape_bytes, code = sections(data, 5)
+    used_bytes, freqs, chosen_bytes, count_bytes, raw, large_raw, code = sections(data, 7)
     used = np.frombuffer(used_bytes, dtype=np.uint8)
     frequencies = _unpacked(freqs, "<u2").reshape(-1, rans.NUM_SYMBOLS).astype(np.uint32)
     choices = _unpacked(chosen_bytes, np.uint8)
-    escapes = _unpacked(escape_bytes, "<i2")
+    num_large = int.from_bytes(count_bytes, "little")
     rows = np.zeros(256, dtype=np.uint8)
     rows[used] = np.arange(len(used))
     # First pass: which table each symbol was coded with follows from the old values alone.
@@ -156,8 +168,14 @@ def _apply(olds: Sequence[np.ndarray], data: bytes, kind: Kind) -> Iterator[np.n
         tables.append(np.repeat(rows[chosen[coded]], counts))
     if place != len(choices):
         raise ValueError(f"{place} groups of elements, the delta has {len(choices)}")
+    tables.append(np.full(num_large, rows[LARGE_TABLE], dtype=np.uint8))
     symbols = rans.decode(code, _joined(tables, np.uint8), frequencies)
-    cursor = _Cursor(choices, symbols, escapes)
+    cursor = _Cursor(
+        choices=choices,
+        symbols=symbols,
+        raw=RawBits.unpacked(raw),
+        large=RawBits.unpacked(large_raw).values(symbols[len(symbols) - num_large :]),
+    )
     for old in olds:
         parts = [_apply_chunk(part, cursor, kind) for part in _each_chunk([old], kind)]
         new = _joined(parts, parts[0].dtype if parts else old.dtype)
@@ -166,14 +184,15 @@ def _apply(olds: Sequence[np.ndarray], data: bytes, kind: Kind) -> Iterator[np.n
 
 @dataclass(slots=True)
 class _Cursor:
-    """What is left to be read of the three streams."""
+    """What is left to be read of the streams."""
 
     choices: np.ndarray
     symbols: np.ndarray
-    escapes: np.ndarray
+    raw: RawBits
+    large: np.ndarray
     choice: int = 0
     symbol: int = 0
-    escape: int = 0
+    larger: int = 0
 
 
 def _apply_chunk(old: np.ndarray, cursor: _Cursor, kind: Kind) -> np.ndarray:
@@ -187,10 +206,13 @@ def _apply_chunk(old: np.ndarray, cursor: _Cursor, kind: Kind) -> np.ndarray:
             count = -(-length // 4) if table < QUADS else length
             coded = cursor.symbols[cursor.symbol : cursor.symbol + count]
             cursor.symbol += count
-            part = _QUAD_VALUES[coded].reshape(-1)[:length] if table < QUADS else _SINGLES[coded]
-            escaped = np.flatnonzero(part == ESCAPE)
-            part[escaped] = cursor.escapes[cursor.escape : cursor.escape + len(escaped)]
-            cursor.escape += len(escaped)
+            if table < QUADS:
+                part = _QUAD_VALUES[coded].reshape(-1)[:length]
+                places = np.flatnonzero(part == LARGE)
+                part[places] = cursor.large[cursor.larger : cursor.larger + len(places)]
+                cursor.larger += len(places)
+            else:
+                part = cursor.raw.values(coded)
             changes[begin : begin + length] = part
         begin += length
     unsorted = np.empty_like(changes)
@@ -198,46 +220,30 @@ def _apply_chunk(old: np.ndarray, cursor: _Cursor, kind: Kind) -> np.ndarray:
     return _from_ordered(_ordered(old, kind) + unsorted, kind).astype(old.dtype)
 
 
-ESCAPE = np.int16(-32768)
-"""Stands for a change that has no symbol; the value itself is in a list. A change of exactly this
-much has none either."""
+LARGE = np.int16(2)
+"""In a symbol of four elements: more than one unit. A change of +2 has no digit of its own."""
 
 
 def _quad_values() -> np.ndarray:
-    """int16 [256, 4]: the changes that a symbol stands for; digits 0, +1, -1, escape."""
-    digits = np.array([0, 1, -1, ESCAPE], dtype=np.int16)
+    """int16 [256, 4]: the changes that a symbol stands for; digits 0, +1, -1, large."""
+    digits = np.array([0, 1, -1, LARGE], dtype=np.int16)
     symbol = np.arange(256)
     return np.stack([digits[symbol >> 2 * place & 3] for place in range(4)], axis=1)
 
 
-def _single_values() -> np.ndarray:
-    """int16 [256]: 0, 1, -1, 2, -2, ...; 255 is the escape."""
-    code = np.arange(256)
-    values = np.where(code % 2 == 1, (code + 1) // 2, -(code // 2))
-    values[255] = ESCAPE
-    return values.astype(np.int16)
-
-
 _QUAD_VALUES = _quad_values()
-_SINGLES = _single_values()
 
 
 def _to_quads(changes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(symbols, the changes that are large)."""
     digits = np.where(changes == -1, 2, changes).astype(np.uint16)
-    is_escape = (changes > 1) | (changes < -1)
-    digits[is_escape] = 3
+    is_large = (changes > 1) | (changes < -1)
+    digits[is_large] = 3
     padded = np.zeros(-(-len(digits) // 4) * 4, dtype=np.uint8)
     padded[: len(digits)] = digits
     quads = padded.reshape(-1, 4)
     symbols = quads[:, 0] | quads[:, 1] << 2 | quads[:, 2] << 4 | quads[:, 3] << 6
-    return symbols, changes[is_escape]
-
-
-def _to_singles(changes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    wide = changes.astype(np.int32)
-    codes = np.where(wide > 0, 2 * wide - 1, -2 * wide)
-    is_escape = codes > 254
-    return np.minimum(codes, 255).astype(np.uint8), changes[is_escape]
+    return symbols, changes[is_large]
 
 
 def _choose_table(changes: np.ndarray) -> int:
@@ -248,10 +254,10 @@ def _choose_table(changes: np.ndarray) -> int:
     size = np.abs(changes.astype(np.int32))
     num_large = int(np.count_nonzero(size > 1))
     share = num_changed / len(changes)
-    if share < WIDE_FRAC and num_large < len(changes) * WIDE_FRAC / 10:
+    if share < SINGLES_FRAC and num_large < len(changes) * SINGLES_FRAC / 10:
         return min(int(-2.0 * np.log2(share)), QUADS - 1)
     mean = min(float(size.mean()), 1000.0)
-    return QUADS + min(max(int(1.5 * np.log2(mean + 0.1) + 5.0), 0), NUM_TABLES - QUADS - 1)
+    return QUADS + min(max(int(1.5 * np.log2(mean + 0.1) + 5.0), 0), LARGE_TABLE - QUADS - 1)
 
 
 def _ordered(words: np.ndarray, kind: Kind) -> np.ndarray:
