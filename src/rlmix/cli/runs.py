@@ -7,12 +7,15 @@ import typer
 
 from rlmix.cli.answer import Answer, answered
 from rlmix.cli.options import AsJson, RunName, RunsDir
-from rlmix.core.errors import ExitCode, PlanError
+from rlmix.core.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 app = typer.Typer(help="List, show, stop and report runs.", invoke_without_command=True)
+
+ATTACH_EVERY_S = 0.5
+"""How often a running run is asked what its live view shows."""
 
 Process = Annotated[
     str | None, typer.Argument(metavar="PROCESS", help="Start of a process's name, e.g. router.")
@@ -105,11 +108,28 @@ def logs(
 @app.command("attach")
 @answered
 def attach(run: RunName = None, directory: RunsDir = None, as_json: AsJson = False) -> Answer:
-    """The live view of a run that another terminal started (later version)."""
-    raise PlanError(
-        "runs attach: arrives with live scaling; in this version `rlmix runs show` and "
-        "`rlmix runs report` read a run while it goes on"
-    )
+    """The live view of a run that another terminal started; Ctrl-C leaves the run alone."""
+    import time
+
+    from rlmix.observe.live import LiveView, open_console
+    from rlmix.observe.live_state import state_from_dict
+    from rlmix.observe.runs import find_run, show_run
+    from rlmix.observe.runs_view import run_view
+    from rlmix.scaling.control import ControlClient
+
+    path = find_run(_root(directory), run)
+    client = ControlClient.of_run(path)
+    state = state_from_dict(client.view())
+    try:
+        with LiveView(open_console(is_json=as_json)) as live:
+            while True:
+                live.update(state)
+                time.sleep(ATTACH_EVERY_S)
+                state = state_from_dict(client.view())
+    except (KeyboardInterrupt, ConfigError):
+        pass
+    document = show_run(path)
+    return Answer(document=document, view=lambda: run_view(document))
 
 
 @app.command("stop")

@@ -35,6 +35,7 @@ class ControlServer:
         *,
         bind: str,
         describe: Callable[[], Mapping[str, Any]],
+        show: Callable[[], Mapping[str, Any]],
         ask: Ask,
         find: Callable[[str], Operation],
         cancel: Callable[[str, str], Operation],
@@ -43,11 +44,13 @@ class ControlServer:
         """
         Args:
             describe: the document of `GET /pools`.
+            show: what the live view shows, as `observe.live_state.state_to_dict` writes it.
             change: puts settings into the run; returns them.
         """
         self._folder = folder
         self._bind = bind
         self._describe = describe
+        self._show = show
         self._ask = ask
         self._find = find
         self._cancel = cancel
@@ -61,6 +64,7 @@ class ControlServer:
         app.add_routes(
             [
                 web.get("/pools", self._pools),
+                web.get("/view", self._view),
                 web.post("/operations", self._begin),
                 web.get("/operations/{id}", self._operation),
                 web.post("/operations/{id}/cancel", self._undo),
@@ -98,6 +102,9 @@ class ControlServer:
 
     async def _pools(self, request: web.Request) -> web.Response:
         return _reply(self._describe())
+
+    async def _view(self, request: web.Request) -> web.Response:
+        return _reply(self._show())
 
     async def _begin(self, request: web.Request) -> web.Response:
         body = orjson.loads(await request.read())

@@ -73,7 +73,11 @@ class LiveScaling:
         rollout: Rollout,
         loop: TrainingLoop,
         on_held: Callable[[Mapping[str, int]], None],
+        show: Callable[[], Mapping[str, Any]],
     ) -> None:
+        """Args:
+        show: what the live view shows, for `rlmix runs attach`.
+        """
         plan, config, run = self._plan, self._config, self._run
         self._rollout = rollout
         scaler = self._scaler = Scaler(
@@ -112,6 +116,7 @@ class LiveScaling:
             run.path,
             bind=config.net.bind,
             describe=lambda: self._describe(fleet, loop),
+            show=show,
             ask=self._ask,
             find=scaler.operation,
             cancel=lambda name, reason: scaler.cancel(name, reason=reason),

@@ -35,6 +35,7 @@ from rlmix.loop.summary import TrainSummary, build_summary
 from rlmix.loop.training import TRAINER_LIMIT_S, TrainingLoop
 from rlmix.loop.view import RunView
 from rlmix.model.bundle import resolve_model
+from rlmix.observe.live_state import state_to_dict
 from rlmix.observe.report import write_report
 from rlmix.observe.run_dir import RunDir
 from rlmix.observe.runs import find_run
@@ -235,6 +236,7 @@ class _Training:
             rollout=rollout,
             loop=self.loop,
             on_held=lambda held: self.costs.observe(time.monotonic(), held),
+            show=lambda: state_to_dict(self.view.state()),
         )
         runtime.on_close(self.scaling.stop)
         side = await self._start_side_evaluation(runtime, version)

@@ -98,13 +98,14 @@ class RunView:
         return stop
 
     def refresh(self) -> None:
-        self._live.update(self._state())
+        self._live.update(self.state())
 
     def _see_event(self, run_s: float, kind: str, reason: str) -> None:
         if kind not in QUIET_EVENTS:
             self._events.append(EventLine(run_s=run_s, kind=kind, reason=reason.split("\n")[0]))
 
-    def _state(self) -> LiveState:
+    def state(self) -> LiveState:
+        """What there is to show now."""
         loop, fleet, rollout = self._parts or (None, None, None)
         progress = loop.progress if loop is not None else Progress()
         metrics = loop.last_metrics if loop is not None else {}

@@ -1,7 +1,9 @@
 """What the live view shows. The loop builds one of these; the view only reads it."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,3 +71,23 @@ class LiveState:
     """The scale operation under way, in one line; empty: none."""
     events: tuple[EventLine, ...] = ()
     """Newest last."""
+
+
+def state_to_dict(state: LiveState) -> dict[str, Any]:
+    """JSON values; numbers that JSON does not have become None."""
+    document = asdict(state)
+    document["metrics"] = {
+        key: float(value) if math.isfinite(value) else None for key, value in state.metrics.items()
+    }
+    return document
+
+
+def state_from_dict(document: Mapping[str, Any]) -> LiveState:
+    """The state that `state_to_dict` (or its JSON) came from; metrics without a number are left
+    out."""
+    fields = dict(document)
+    fields["pools"] = tuple(PoolState(**pool) for pool in document["pools"])
+    fields["events"] = tuple(EventLine(**event) for event in document["events"])
+    fields["rewards"] = tuple(document["rewards"])
+    fields["metrics"] = {k: v for k, v in document["metrics"].items() if v is not None}
+    return LiveState(**fields)

@@ -81,6 +81,10 @@ class ControlClient:
         """The document of `rlmix scale pools --json`, and what is under way."""
         return self._ask("GET", "/pools")
 
+    def view(self) -> dict[str, Any]:
+        """What the run's live view shows."""
+        return self._ask("GET", "/view")
+
     def scale(self, operation_id: str, targets: Mapping[str, int], reason: str) -> dict[str, Any]:
         body = {"id": operation_id, "targets": dict(targets), "reason": reason}
         return self._ask("POST", "/operations", body)

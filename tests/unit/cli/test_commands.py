@@ -96,18 +96,17 @@ def test_a_model_that_is_not_there_is_a_wrong_request(rlmix: Run) -> None:
     "command",
     [
         ["scale", "pools", "h100=2"],
-        ["diff-logprobs"],
         ["runs", "attach", "x"],
     ],
     ids=lambda command: " ".join(command[:2]),
 )
-def test_what_a_later_version_brings_is_answered_with_one_sentence(
+def test_what_needs_a_run_that_is_not_there_is_answered_with_one_sentence(
     rlmix: Run, command: list[str]
 ) -> None:
     done = rlmix(*command, "--json")
     document = json.loads(done.stdout)
     assert (done.returncode, document["exit_code"]) == (2, 2)
-    assert "arrives with" in document["error"]
+    assert "rlmix train" in document["error"] or "no run 'x' in runs" in document["error"]
     assert "\n" not in document["error"]
 
 

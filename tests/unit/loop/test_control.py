@@ -2,14 +2,30 @@
 
 import asyncio
 import stat
+from dataclasses import replace
 
 import pytest
 
 from rlmix.core.errors import ConfigError
 from rlmix.loop.control import ControlServer
+from rlmix.observe.live_state import (
+    EventLine,
+    LiveState,
+    PoolState,
+    state_from_dict,
+    state_to_dict,
+)
 from rlmix.observe.run_dir import RunDir
 from rlmix.scaling.control import CONTROL_FILE, KEY_VARIABLE, ControlClient
 from rlmix.scaling.operation import begin, cancel
+
+STATE = LiveState(
+    run="r", phase="sampling", step=1, num_steps=3, elapsed_s=2.0, rewards=(0.5,),
+    pools=(PoolState(name="h100", accelerator="h100", is_emulated=True, weights="fp8", kv="fp8",
+                     replicas_ready=1, replicas_total=1),),
+    metrics={"reward/mean": 0.5, "loss/policy": float("nan")},
+    events=(EventLine(run_s=1.0, kind="scale_started", reason="by hand"),),
+)  # fmt: skip
 
 
 class Desk:
@@ -43,6 +59,7 @@ def serve(run, talk):
         desk = Desk()
         server = ControlServer(
             run.path, bind="127.0.0.1", describe=lambda: {"pools": {"h100": {"replicas": 1}}},
+            show=lambda: state_to_dict(STATE),
             ask=desk.ask, find=desk.find, cancel=desk.cancel,
             change=lambda settings: {**settings, "told": True},
         )  # fmt: skip
@@ -66,6 +83,7 @@ def test_pools_operations_and_settings_go_through_the_file_in_the_run_s_folder(r
         assert stat.S_IMODE((folder / CONTROL_FILE).stat().st_mode) == 0o600
         client = ControlClient.of_run(folder)
         assert client.pools() == {"pools": {"h100": {"replicas": 1}}}
+        assert state_from_dict(client.view()) == replace(STATE, metrics={"reward/mean": 0.5})
         begun = client.scale("x", {"h100": 2}, "by hand")
         assert desk.asked == [({"h100": 2}, "x", "by hand")]
         assert (begun["id"], begun["status"], begun["progress"]) == ("x", "running", 0.0)
