@@ -122,7 +122,12 @@ def public_of(task: SourceTask, folder: Path | None) -> PublicTask:
 
 def _text(path: Path) -> str:
     with path.open(encoding="utf-8", newline="") as stream:  # Line ends stay as they are.
-        return stream.read()
+        try:
+            return stream.read()
+        except UnicodeDecodeError:
+            raise DataError(
+                f"{path}: no UTF-8 text; repositories with binary files need `rlmix tasks prepare`"
+            ) from None
 
 
 def hidden_of(task: SourceTask) -> HiddenTask:
