@@ -46,12 +46,13 @@ ALLOWED: dict[str, str] = {
     "diff": "core algos numerics batch config.schema observe tasks model engine trainer weights",
     "loop": LOOP,
     "evals": LOOP,
+    "studies": "core algos numerics observe",
     "cli": "core config plan observe model sandbox tasks scaling loop evals diff",
 }
 """Room -> what it may import, besides itself: rooms, or single modules of a room."""
 
 HEAVY: dict[str, tuple[str, ...]] = {
-    "torch": ("algos", "numerics", "engine", "batch", "weights", "trainer", "model", "diff"),
+    "torch": ("algos", "numerics", "engine", "batch", "weights", "trainer", "model", "diff", "studies"),
     "transformers": ("model", "trainer", "diff"),
     "ray": ("launch/ray.py",),
     "hydra": ("config/compose.py",),

@@ -1,0 +1,140 @@
+#!/usr/bin/env python
+"""The study: which correction keeps which fleet stable. Every part is resumable.
+
+    python scripts/study.py token [--arm NAME]... [--fleet NAME]... [--seed N]... [--processes 2]
+    python scripts/study.py report [--check]
+
+`token` runs the cells of the controlled study that have no record yet, each in a process of its
+own, and stops cleanly at any time: a record appears whole or not at all. `report` rebuilds every
+table and figure of `docs/studies/stability.md` from the records; with --check it only says whether
+they are what the records give (exit code 1 if not).
+"""
+
+import argparse
+import os
+import re
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+STUDIES = ROOT / "docs" / "studies"
+RECORDS = STUDIES / "data" / "token"
+PAGE = STUDIES / "stability.md"
+FIGURE = STUDIES / "token.svg"
+
+
+def corrections(arms: list[str]) -> dict[str, object]:
+    """What the loss of each arm does, from `conf/algo`."""
+    from rlmix.config.compose import load_config
+    from rlmix.studies.token_run import Correction
+
+    found: dict[str, object] = {}
+    for arm in arms:
+        algo = load_config(overrides=[f"algo={arm}"]).config.algo
+        found[arm] = Correction(
+            **{key: getattr(algo, key) for key in Correction.__dataclass_fields__}
+        )
+    return found
+
+
+def record(cell: object, folder: Path) -> str:
+    import torch
+
+    from rlmix.studies.token_grid import name_of, record_cell
+
+    torch.set_num_threads(1)
+    record_cell(cell, folder)  # type: ignore[arg-type]
+    return name_of(cell)  # type: ignore[arg-type]
+
+
+def run_token(args: argparse.Namespace) -> int:
+    from rlmix.studies.token_grid import ARMS, SEEDS, STEPS, cells, name_of
+    from rlmix.studies.token_samplers import FLEETS
+
+    if args.steps and args.records == RECORDS:
+        raise SystemExit("study: --steps makes a trial; keep it apart with --records FOLDER")
+    chosen = corrections(args.arm or list(ARMS))
+    todo = [
+        cell
+        for cell in cells(
+            chosen,  # type: ignore[arg-type]
+            fleets=args.fleet or list(FLEETS),
+            seeds=args.seed or SEEDS,
+            steps=args.steps or STEPS,
+        )
+        if not (args.records / f"{name_of(cell)}.json").exists()
+    ]
+    print(f"{len(todo)} cells to run", file=sys.stderr)
+    begin = time.monotonic()
+    with ProcessPoolExecutor(args.processes) as workers:
+        running = [workers.submit(record, cell, args.records) for cell in todo]
+        try:
+            for done, future in enumerate(as_completed(running), 1):
+                each_s = (time.monotonic() - begin) / done
+                left_min = each_s * (len(todo) - done) / 60
+                print(f"{future.result()}  {done}/{len(todo)}, {left_min:.0f} min left",
+                      file=sys.stderr, flush=True)  # fmt: skip
+        except KeyboardInterrupt:
+            workers.shutdown(wait=False, cancel_futures=True)
+            return 130
+    return 0
+
+
+def rebuilt(page: str, tables: dict[str, str]) -> str:
+    """The page with the text between `<!-- NAME -->` and `<!-- end -->` replaced."""
+    for name, table in tables.items():
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+        page, number = re.subn(
+            pattern, lambda m, t=table: f"{m[1]}\n{t}\n\n{m[2]}", page, flags=re.S
+        )
+        if number != 1:
+            raise SystemExit(f"study: {PAGE.name} has {number} places for {name}; it needs one")
+    return page
+
+
+def report(args: argparse.Namespace) -> int:
+    from rlmix.studies.token_grid import read_records
+    from rlmix.studies.token_report import figure, outcome_table, warning_table
+
+    records = read_records(args.records)
+    if not records:
+        raise SystemExit(f"study: no record in {args.records}; run `study.py token` first")
+    tables = {
+        "token stale": outcome_table(records, fresh=False),
+        "token fresh": outcome_table(records, fresh=True),
+        "token warnings": warning_table(records),
+    }
+    page, drawing = rebuilt(PAGE.read_text(), tables), figure(records)
+    if args.check:
+        is_same = page == PAGE.read_text() and drawing == FIGURE.read_text()
+        print("the page is what the records give" if is_same else "the page differs; run report")
+        return 0 if is_same else 1
+    PAGE.write_text(page)
+    FIGURE.write_text(drawing)
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(required=True)
+    token = commands.add_parser("token", help="the controlled study, one process per cell")
+    token.add_argument("--arm", action="append")
+    token.add_argument("--fleet", action="append")
+    token.add_argument("--seed", action="append", type=int)
+    token.add_argument("--steps", type=int, help="fewer updates, for a trial; not for records")
+    token.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
+    token.add_argument("--records", type=Path, default=RECORDS)
+    token.set_defaults(run=run_token)
+    again = commands.add_parser("report", help="rebuild tables and figures")
+    again.add_argument("--records", type=Path, default=RECORDS)
+    again.add_argument("--check", action="store_true")
+    again.set_defaults(run=report)
+    args = parser.parse_args()
+    return int(args.run(args))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())

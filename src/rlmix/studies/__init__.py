@@ -1,0 +1,1 @@
+"""Controlled studies: what the corrections are worth, measured where every number is known."""
