@@ -154,8 +154,11 @@ class Scene:
 
     def noticed_dead(self, name: str, since_s: float) -> str:
         def dead() -> str:
-            gone = [e for e in self.events("replica_dead", since_s) if e["replica"] == name]
-            return str(gone[0]["reason"]).splitlines()[0] if gone else ""
+            # Quarantined: it was hit while it loaded a version.
+            kinds = ("replica_dead", "replica_quarantined")
+            gone = [e for kind in kinds for e in self.events(kind, since_s)]
+            mine = [e for e in gone if e["replica"] == name]
+            return str(mine[0]["reason"]).splitlines()[0] if mine else ""
 
         return str(self.until(dead, f"notice of what happened to {name}"))
 
