@@ -126,6 +126,12 @@ def test_alarms_that_stand_are_in_the_block() -> None:
     assert "ALARM pool b200 is 34 times as far from the others as usual" in lines
 
 
+def test_the_scale_operation_under_way_has_a_line_until_it_is_over() -> None:
+    line = "by-hand-1 running: h100 1>2 (0%; h100-1 verifying)"
+    assert f"scaling   {line}" in drawn(dataclasses.replace(STATE, operation=line), 100)
+    assert "scaling" not in drawn(STATE, 100)
+
+
 def test_output_to_a_file_names_an_alarm_when_it_is_raised_and_raised_again() -> None:
     console = Console(file=io.StringIO(), width=200)
     with LiveView(console) as view:
