@@ -27,6 +27,14 @@ Output = Annotated[
     Path | None, typer.Option("--output", metavar="FILE", help="Write there instead of stdout.")
 ]
 
+Target = Annotated[
+    Path | None, typer.Argument(metavar="DIR", help="Folder to make for a checkpoint's model.")
+]
+Step = Annotated[
+    int | None,
+    typer.Option("--step", min=1, help="Optimizer steps of the checkpoint; without: the newest."),
+]
+
 
 @app.callback()
 def runs(context: typer.Context, directory: RunsDir = None, as_json: AsJson = False) -> None:
@@ -163,14 +171,21 @@ def report(run: RunName = None, directory: RunsDir = None, as_json: AsJson = Fal
 @answered
 def export(
     run: RunName = None,
+    target: Target = None,
+    step: Step = None,
     output: Output = None,
     directory: RunsDir = None,
     as_json: AsJson = False,
 ) -> Answer:
-    """The metrics of a run as CSV, one line per optimizer step."""
+    """With DIR the model of a checkpoint, as a Hugging Face folder; without it the metrics of a run
+    as CSV, one line per optimizer step."""
     from rlmix.observe.runs import export_metrics, find_run
 
     path = find_run(_root(directory), run)
+    if target is not None:
+        return _export_model(path, target, step, output)
+    if step is not None:
+        raise typer.BadParameter("--step chooses a model; name a folder for it: RUN DIR")
     text = export_metrics(path)
     if output is not None:
         output.write_text(text)
@@ -178,6 +193,23 @@ def export(
             document={"run": path.name, "csv": str(output)}, view=lambda: f"wrote {output}"
         )
     return Answer(document={"run": path.name, "csv": text}, view=lambda: text.rstrip("\n"))
+
+
+def _export_model(run: Path, target: Path, step: int | None, output: Path | None) -> Answer:
+    if output is not None:
+        raise typer.BadParameter("--output is for the metrics; a model goes to DIR")
+    from rlmix.loop.export import export_run
+
+    exported = export_run(run, step=step, target=target)
+    return Answer(
+        document={
+            "run": run.name,
+            "step": exported.step,
+            "folder": str(exported.folder),
+            "bytes": exported.num_bytes,
+        },
+        view=lambda: f"wrote step {exported.step} of {run.name} to {exported.folder}",
+    )
 
 
 def _root(directory: Path | None) -> Path:

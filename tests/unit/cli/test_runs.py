@@ -54,6 +54,22 @@ def test_runs_are_listed_with_and_without_the_word_list(
     assert "finished" in table
 
 
+def test_a_model_is_exported_by_step_and_refusals_are_one_sentence_with_code_2(
+    root: Path, rlmix: Run
+) -> None:
+    missing = rlmix("runs", "export", "new", str(root / "model"), "--step", "4")
+    assert missing.returncode == 2
+    assert "has no whole checkpoint of step 4; there are: none" in missing.stderr
+    (root / "model").mkdir()
+    (root / "model" / "mine.txt").write_text("kept")
+    without = rlmix("runs", "export", "new", "--step", "4")
+    assert without.returncode == 2
+    assert "name a folder for it" in without.stderr
+    both = rlmix("runs", "export", "new", str(root / "m"), "--output", "metrics.csv")
+    assert both.returncode == 2
+    assert "--output is for the metrics" in both.stderr
+
+
 def test_another_folder_of_runs_can_be_named(root: Path, document: Document) -> None:
     rows = document("list", "--dir", str(root / "elsewhere"))["runs"]
     assert rows == []
