@@ -80,6 +80,7 @@ class Evaluator:
             facts=facts_of(config, benchmark, "policy", jobs=asked.concurrency, policy=choice),
             jobs=asked.concurrency,
             policy=choice,
+            sandbox_owner=spec.run_id,
         )
         try:
             result = await judge_all(

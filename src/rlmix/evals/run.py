@@ -57,6 +57,8 @@ class EvalRequest:
     plan: RunPlan | None = None
     """Of the pool that serves `agent=policy`."""
     on_progress: Callable[[Progress], None] = field(default=lambda _: None)
+    sandbox_owner: str = ""
+    """Whose sandboxes they are, for whoever cleans up after a kill; empty: this process's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +124,7 @@ async def judge_all(
             config.sandbox.backend,
             limits_of(config, benchmark),
             scratch,
-            f"eval{os.getpid()}",
+            request.sandbox_owner or f"eval{os.getpid()}",
             image=config.sandbox.image,
             servers=tuple(config.sandbox.servers),
             allow_weak=_allows_weak(config, benchmark),
