@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from rlmix.cli import answer, doctor, eval, later, runs, scale, tasks, train
+from rlmix.cli import answer, diff_logprobs, doctor, eval, runs, scale, tasks, train
 from rlmix.core.errors import ExitCode
 
 app = typer.Typer(
@@ -18,7 +18,7 @@ app = typer.Typer(
 app.command("train")(train.train)
 app.add_typer(eval.app, name="eval")
 app.add_typer(scale.app, name="scale")
-app.command("diff-logprobs")(later.diff_logprobs)
+app.command("diff-logprobs")(diff_logprobs.diff_logprobs)
 app.add_typer(runs.app, name="runs")
 app.command("doctor")(doctor.doctor)
 app.add_typer(tasks.app, name="tasks")

@@ -16,7 +16,7 @@ from rlmix.diff.features import Features, features
 from rlmix.diff.findings import Judgement, Thresholds
 from rlmix.diff.probe_attention import judge_attention, judge_kv, judge_rope
 from rlmix.diff.probe_products import judge_product
-from rlmix.diff.probe_rest import judge_embedding, judge_logprob, judge_norm, judge_route
+from rlmix.diff.probe_rest import judge_act, judge_embedding, judge_logprob, judge_norm, judge_route
 from rlmix.diff.program import NORMS, PRODUCTS, Place, Registers, Side, Step, run_operator
 
 Probe = Callable[[Side, Side, Place, Registers, Thresholds], Judgement | None]
@@ -27,6 +27,7 @@ PROBES: dict[str, Probe] = {
     "kv": judge_kv,
     "attention": judge_attention,
     "route": judge_route,
+    "act": judge_act,
     "logprob": judge_logprob,
     **dict.fromkeys(PRODUCTS, judge_product),
     **dict.fromkeys(NORMS, judge_norm),

@@ -164,6 +164,7 @@ def _quantised(matrix: Tensor, parts: tuple[int, ...]) -> Iterator[tuple[str, Te
     yield "fp8 channels", joined(lambda w: fp8.quantize_channels(w, name="probe").dequantize())
     if whole.shape[-1] % nvfp4.BLOCK == 0:
         yield "nvfp4", joined(lambda w: nvfp4.quantize(w, amax=amax, name="probe").dequantize())
+        yield "nvfp4", joined(lambda w: nvfp4.quantize(w, name="probe").dequantize())
 
 
 def _uniform_levels(matrix: Tensor) -> int:

@@ -93,6 +93,33 @@ def judge_embedding(
     return None
 
 
+def judge_act(
+    a: Side, b: Side, place: Place, inputs: Registers, limits: Thresholds
+) -> Judgement | None:
+    """Another function: along a line of gates the distance of two functions is smooth, that of two
+    roundings is not."""
+    like = inputs["gate_up"]
+    half = like.shape[-1] // 2
+    gates = torch.linspace(-4.0, 4.0, half)
+    row = torch.cat((gates, torch.ones(half)))
+    rows = row.expand(*like.shape[:-1], -1)[:4].contiguous()
+    few = {name: value[:4] for name, value in inputs.items()}
+    here, there = (
+        run_operator(s, place, {**few, "gate_up": rows})["inner"].reshape(-1, half)[0].double()
+        for s in (a, b)
+    )
+    gap = there - here
+    size = float(gap.square().mean().sqrt() / here.square().mean().sqrt())
+    jump = float((gap[1:] - gap[:-1]).square().mean() / (2 * gap.square().mean()).clamp(min=1e-30))
+    if size > limits.rounding_error and jump < 0.2:
+        return _found(
+            "hyper-parameter",
+            f"another activation: along a line of gates it is off by {size:.2g}, smoothly",
+            0.95,
+        )
+    return None
+
+
 def judge_route(
     a: Side, b: Side, place: Place, inputs: Registers, limits: Thresholds
 ) -> Judgement | None:

@@ -1,5 +1,7 @@
 """Two sides of a small random model that agree to the bit: a fault is their only difference."""
 
+from functools import cache
+
 import torch
 
 from rlmix.config.compose import load_config
@@ -24,6 +26,7 @@ HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, EXPERTS, TOP_K, LAYERS = (
 THETA = 10000.0
 
 
+@cache
 def limits() -> Thresholds:
     diff = load_config("train", []).config.diff
     return Thresholds(**{name: getattr(diff, name) for name in Thresholds.__dataclass_fields__})

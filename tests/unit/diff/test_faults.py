@@ -1,5 +1,7 @@
 """Planted faults: the right operator and the right class for each, and nothing beside it."""
 
+from functools import cache
+
 import pytest
 
 from rlmix.diff.faults import FROZEN, Fault, planted
@@ -15,6 +17,8 @@ PAIRS = (
     ("rope_theta", "stale_layer"),
     ("mask_off_by_one", "act_cast"),
     ("changed_token", "top_p"),
+    ("nvfp4_experts", "logits_bf16"),
+    ("stale_prefix", "gelu"),
 )
 
 
@@ -22,11 +26,17 @@ def named(name: str) -> Fault:
     return next(fault for fault in ALL if fault.name == name)
 
 
-def findings(is_moe: bool, *faults: Fault) -> set[tuple[str, str]]:
-    """(operator, class) of everything that the diagnosis names."""
+@cache
+def laboratory(is_moe: bool):
+    """(ground, trainer, float64, the trainer's trace); nothing changes them."""
     found = ground(is_moe=is_moe)
     trainer, reference = sides(found)
-    seen = trace(trainer, text())
+    return found, trainer, reference, trace(trainer, text())
+
+
+def findings(is_moe: bool, *faults: Fault) -> set[tuple[str, str]]:
+    """(operator, class) of everything that the diagnosis names."""
+    found, trainer, reference, seen = laboratory(is_moe)
     told = replay(trainer, planted(found, *faults), reference, seen.steps, limits())
     return {(one.place.name, one.judgement.cause) for one in told}
 
@@ -64,7 +74,6 @@ def test_two_faults_at_once_are_both_named(pair: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("fault", FROZEN, ids=lambda fault: fault.name)
 def test_a_planted_fault_moves_logprobs_or_is_too_small_to(fault: Fault) -> None:
-    found = ground(is_moe=True)
-    trainer, _ = sides(found)
-    gap = (run(planted(found, fault), text()) - run(trainer, text())).abs().mean()
+    found, _, _, seen = laboratory(True)
+    gap = (run(planted(found, fault), text()) - seen.logprobs_T).abs().mean()
     assert float(gap) > 0 or fault.cause == "order"

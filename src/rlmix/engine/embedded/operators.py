@@ -8,7 +8,7 @@ one after another over a text, the operators give the logits of `Forward` bit fo
 
 # T rows, N query heads, G key heads, D head dim, K experts per token
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -36,18 +36,19 @@ class NativeOperators:
         *,
         context_length: int,
         temperature: float,
-        prompt_tokens: int | None = None,
+        prefilled: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         """
         Args:
-            prompt_tokens: tokens that attention takes as one prompt, those after it as decoded one
-                by one; None: the whole text is one prompt.
+            prefilled: (first, last) of the runs of positions that attention takes as parts of a
+                prompt, ascending; the others are decoded one by one. None: the whole text is one
+                prompt.
         """
         self._shape, self._profile, self._weights = shape, profile, weights
         self._cache = KvCache(shape, num_slots=1, context_length=context_length)
         self._forward = Forward(shape, profile, self._cache)
         self._attention = Attention(shape, profile, self._cache)
-        self._temperature, self._prompt_tokens = temperature, prompt_tokens
+        self._temperature, self._prefilled = temperature, prefilled
         self._order: dict[int, Tensor | None] = {}
 
     def table(self) -> dict[str, Callable[[int, Registers], dict[str, Tensor]]]:
@@ -148,16 +149,18 @@ class NativeOperators:
         queries, cached = heads[:, : self._shape.num_heads], heads[:, self._shape.num_heads :]
         places, slots = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
         self._attention.write(0, self._cache.write_index(slots, places), cached.contiguous())
-        prompt = rows if self._prompt_tokens is None else min(rows, self._prompt_tokens)
-        parts = []
-        if prompt:
-            chunk = Chunk(slot=0, start=0, num_tokens=prompt, needs_logits=True)
-            span = self._attention.chunk_span(chunk, first=0)
-            parts.append(self._attention.attend(0, queries[:prompt], [span], is_decode=False))
-        for row in range(prompt, rows):
-            span = self._attention.decode_span(places[row : row + 1], longest=row + 1)
-            one = queries[row : row + 1]
-            parts.append(self._attention.attend(0, one, [span], is_decode=True))
+        parts, row = [], 0
+        for first, last in [*(self._prefilled or [(0, rows)]), (rows, rows)]:
+            for row in range(row, min(first, rows)):
+                span = self._attention.decode_span(places[row : row + 1], longest=row + 1)
+                one = queries[row : row + 1]
+                parts.append(self._attention.attend(0, one, [span], is_decode=True))
+            row = min(last, rows)
+            if first < row:
+                chunk = Chunk(slot=0, start=first, num_tokens=row - first, needs_logits=True)
+                span = self._attention.chunk_span(chunk, first=0)
+                part = queries[first:row]
+                parts.append(self._attention.attend(0, part, [span], is_decode=False))
         return {"attended": self._forward._round(torch.cat(parts))}
 
     def out_proj(self, layer: int, r: Registers) -> dict[str, Tensor]:

@@ -1,0 +1,100 @@
+"""Stages 3 to 6 for one pool: traces, same-input replay, causes and their shares."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rlmix.diff.advice import next_experiment
+from rlmix.diff.findings import Thresholds
+from rlmix.diff.judge import Finding, replay
+from rlmix.diff.program import Place, Side, Text, Trace, run, trace
+from rlmix.diff.report_data import Cause
+from rlmix.diff.shares import effects
+from rlmix.diff.texts import Recorded, positions_of
+
+
+def text_of(recorded: Recorded) -> Text:
+    return Text.of(list(recorded.ids), scored_from=recorded.sampled[0])
+
+
+def causes_of(
+    a: Side,
+    b: Side,
+    reference: Side,
+    recorded: Recorded,
+    limits: Thresholds,
+    *,
+    least_share: float,
+) -> tuple[tuple[Cause, ...], np.ndarray, float]:
+    """Operators of B that differ from A's on A's inputs, with their shares of the difference.
+
+    Returns:
+        Causes, largest share first, those below `least_share` left out unless nothing is left;
+        [layers, tokens] relative distance of the two residual streams; the largest difference
+        between B's operators in order and what B recorded, nats.
+    """
+    text = text_of(recorded)
+    places = positions_of(recorded)
+    seen = trace(a, text)
+    other = trace(b, text)
+    found = replay(a, b, reference, seen.steps, limits)
+    names = list(dict.fromkeys(finding.place.name for finding in found))
+    moves = {effect.operator: effect for effect in effects(a, b, text, places, names)}
+    causes = []
+    for name in names:
+        at = [finding for finding in found if finding.place.name == name]
+        strongest = max(at, key=_strength)
+        judged, effect = strongest.judgement, moves[name]
+        causes.append(
+            Cause(
+                operator=name,
+                layers=tuple(f.place.layer for f in at if f.judgement.cause == judged.cause),
+                verdict=judged.verdict,
+                cause=judged.cause,
+                evidence=judged.evidence,
+                confidence=judged.confidence,
+                share=effect.share,
+                alone=effect.alone,
+                left=effect.left,
+                next_experiment=next_experiment(judged.cause, name),
+            )
+        )
+    causes.sort(key=lambda cause: -cause.share)
+    told = tuple(cause for cause in causes if cause.share >= least_share) or tuple(causes)
+    recorded_P = torch.from_numpy(recorded.logprobs_P)
+    gap = float((other.logprobs_T[places] - recorded_P).abs().max())
+    return told, heat(seen, other), gap
+
+
+def _strength(finding: Finding) -> float:
+    return finding.features.gap
+
+
+def heat(seen: Trace, other: Trace) -> np.ndarray:
+    """float32 [layers, tokens]: distance of the residual streams after each layer, relative to the
+    first side's size."""
+    rows = []
+    for one, two in zip(seen.steps, other.steps, strict=True):
+        if one.place.name not in ("combine", "down") or "hidden" not in one.outputs:
+            continue
+        here, there = one.outputs["hidden"].float(), two.outputs["hidden"].float()
+        size = here.norm(dim=1).clamp(min=1e-12)
+        rows.append(((there - here).norm(dim=1) / size).numpy())
+    return np.stack(rows).astype(np.float32)
+
+
+def first_difference(seen: Trace, other: Trace) -> Place | None:
+    """The first operator whose outputs differ when each side goes its own way."""
+    for one, two in zip(seen.steps, other.steps, strict=True):
+        names = one.outputs.keys()
+        if any(
+            not torch.equal(one.outputs[name].float(), two.outputs[name].float()) for name in names
+        ):
+            return one.place
+    return None
+
+
+def replayed(side: Side, texts: Sequence[Recorded]) -> list[torch.Tensor]:
+    """Logprobs of the sampled tokens of each text through a side's operators."""
+    return [run(side, text_of(one))[positions_of(one)] for one in texts]

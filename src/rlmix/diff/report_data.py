@@ -1,0 +1,141 @@
+"""What a comparison found, as data: frozen, and the same for terminal, JSON, Markdown and HTML."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from rlmix.diff.gate import Obstacle
+from rlmix.diff.statistics import Gap
+
+NONE = "none"
+"""Verdict and class where nothing differs."""
+UNKNOWN = "inconclusive"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cause:
+    """One operator that differs on the same inputs, over all its layers."""
+
+    operator: str
+    layers: tuple[int, ...]
+    verdict: str
+    cause: str
+    evidence: str
+    confidence: float
+    share: float
+    """Of the difference, 0 to 1; all operators together have 1."""
+    alone: float
+    """Nats that it moves the trainer's logprobs by, alone."""
+    left: float
+    """Nats left when the pool takes the trainer's operator."""
+    next_experiment: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolFinding:
+    """One pool against the trainer."""
+
+    name: str
+    numerics: str
+    total: Gap
+    """Trainer against recorded."""
+    edges: Mapping[str, Gap]
+    """trainer_prefill, prefill_decode, decode_recorded."""
+    tolerance_nats: float
+    must_be_equal: bool
+    """Exact mode: a single other bit is too much."""
+    causes: tuple[Cause, ...]
+    hints: tuple[str, ...]
+    assembly_max_abs: float | None
+    """Largest difference of the operators in order to the real decode; None: not diagnosed."""
+    heat_LT: np.ndarray | None
+    """float32 [layers, tokens of the traced text], relative distance of the residual stream."""
+    trainer_P: np.ndarray
+    recorded_P: np.ndarray
+    positions_P: np.ndarray
+    is_judged: bool
+    """False: only measured, or not diagnosable from here."""
+
+    @property
+    def is_within(self) -> bool:
+        if self.must_be_equal:
+            return self.total.mismatch_count == 0
+        return self.total.mean_abs <= self.tolerance_nats
+
+    @property
+    def by_class(self) -> dict[str, float]:
+        """Class -> share, largest first."""
+        found: dict[str, float] = {}
+        for cause in self.causes:
+            found[cause.cause] = found.get(cause.cause, 0.0) + cause.share
+        return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
+    @property
+    def main_class(self) -> str:
+        if self.total.mismatch_count == 0:
+            return NONE
+        return next(iter(self.by_class), UNKNOWN)
+
+    @property
+    def verdict(self) -> str:
+        if self.main_class in (NONE, UNKNOWN):
+            return self.main_class
+        return next(c.verdict for c in self.causes if c.cause == self.main_class)
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            **self.total.to_dict(),
+            "numerics": self.numerics,
+            "verdict": self.verdict,
+            "class": self.main_class,
+            "share": self.by_class.get(self.main_class, 0.0),
+            "by_class": self.by_class,
+            "causes": [asdict(cause) for cause in self.causes],
+            "edges": {name: gap.to_dict() for name, gap in self.edges.items()},
+            "hints": list(self.hints),
+            "tolerance_nats": 0.0 if self.must_be_equal else self.tolerance_nats,
+            "is_within": self.is_within,
+            "assembly_max_abs": self.assembly_max_abs,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiffReport:
+    """A whole comparison."""
+
+    source: str
+    """Where the texts come from."""
+    tokens: int
+    mismatch_count: int
+    total: Gap | None
+    """Over all pools; None when nothing could be compared."""
+    noise_floor: float
+    """Nats: mean difference of two evaluations of the same weights by the trainer."""
+    noise: Mapping[str, float]
+    """What was done twice -> mean |difference|, nats."""
+    pools: tuple[PoolFinding, ...]
+    obstacles: tuple[Obstacle, ...]
+    not_tested: tuple[str, ...]
+    machine: Mapping[str, str]
+
+    @property
+    def is_within(self) -> bool:
+        return all(pool.is_within for pool in self.pools)
+
+    def to_dict(self) -> dict[str, object]:
+        total = {} if self.total is None else self.total.to_dict()
+        return {
+            **total,
+            "source": self.source,
+            "tokens": self.tokens,
+            "mismatch_count": self.mismatch_count,
+            "mean_abs": 0.0 if self.total is None else self.total.mean_abs,
+            "noise_floor": self.noise_floor,
+            "noise": dict(self.noise),
+            "by_pool": {pool.name: pool.to_dict() for pool in self.pools},
+            "is_comparable": not self.obstacles,
+            "obstacles": [asdict(obstacle) for obstacle in self.obstacles],
+            "not_tested": list(self.not_tested),
+            "machine": dict(self.machine),
+        }
