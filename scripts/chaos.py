@@ -2,6 +2,7 @@
 
     .venv/bin/python scripts/chaos.py                        20 steps, 10 faults, about 5 minutes
     .venv/bin/python scripts/chaos.py --steps 6 --kinds sigkill,disk_full --json
+    .venv/bin/python scripts/chaos.py --out DIR --piece-s 280     again and again, until it is not 3
 
 Every fault is done to something that works at that moment, and the script waits for the event that
 shows that it was noticed. It runs in mount and network namespaces of its own (`unshare`; as root or
@@ -41,7 +42,7 @@ MARK = "RLMIX_CHAOS_RUN"
 DISK_MIB = 96
 """Of the weights folder: versions of all views, several times over."""
 STALL_S = 8.0
-NOTICE_LIMIT_S = 120.0
+NOTICE_LIMIT_S = 240.0
 """A fault that has no effect for so long went unnoticed."""
 SETTINGS = (
     "experiment=tiny", "+pool@pools.h100=embedded_h100", "loop.eval_tasks=0",
@@ -49,6 +50,13 @@ SETTINGS = (
     "launch.max_restarts=50", "launch.restart_delay_s=0.2", "launch.update_timeout_s=30",
     "launch.boot_timeout_s=90", "scaling.drain_s=20", "weights.keep=3",
 )  # fmt: skip
+
+
+STATE_FILE = "chaos.json"
+UNFINISHED = 3
+"""Exit code of a piece after which there is more to do."""
+PIECE_MARGIN_S = 75.0
+"""What is left of a piece when no further fault is begun: one takes about so long."""
 
 
 class ChaosError(Exception):
@@ -67,7 +75,10 @@ class Scene:
     attempt: int = 0
     process: subprocess.Popen[bytes] | None = None
     operations: int = 0
-    undo: list[Callable[[], None]] = field(default_factory=list)
+    done: list[dict[str, Any]] = field(default_factory=list)
+    """Faults so far."""
+    has_disk: bool = False
+    """The weights folder is the small disk, in the namespace of this piece."""
 
     @property
     def path(self) -> Path:
@@ -89,10 +100,26 @@ class Scene:
             [*rlmix, *given], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
             start_new_session=True, env={**os.environ, MARK: str(self.path)},
         )  # fmt: skip
-        if self.attempt == 1:
+        if not self.has_disk:
+            self.has_disk = True
             self.until(lambda: (self.path / "weights").is_dir(), "the run's folder")
             command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs"]
             subprocess.run([*command, str(self.path / "weights")], check=True)
+
+    def pause(self) -> None:
+        """End the attempt in order, so that another piece can go on."""
+        assert self.process is not None
+        os.kill(self.process.pid, signal.SIGINT)
+        self.process.wait(timeout=120)
+        state = {"done": self.done, "attempt": self.attempt, "operations": self.operations}
+        (self.root / STATE_FILE).write_text(json.dumps(state))
+
+    def take_over(self) -> None:
+        """From where `pause` left it."""
+        if (self.root / STATE_FILE).exists():
+            state = json.loads((self.root / STATE_FILE).read_text())
+            self.done, self.attempt = state["done"], state["attempt"]
+            self.operations = state["operations"]
 
     def rows(self, file: str) -> list[dict[str, Any]]:
         path = self.path / file
@@ -375,35 +402,49 @@ def checked(scene: Scene) -> dict[str, Any]:
     }
 
 
-def run(options: argparse.Namespace, root: Path) -> dict[str, Any]:
+def run(options: argparse.Namespace, root: Path) -> dict[str, Any] | None:
+    """The result; None: there is more to do in another piece."""
     started_s = time.monotonic()
     chooser = random.Random(options.seed)
     kinds = options.kinds.split(",") if options.kinds else list(FAULTS)
     planned = schedule(options.faults or len(kinds), kinds, chooser)
     scene = Scene(root=root, steps=options.steps, pace_s=options.pace_s, random=chooser)
-    done: list[dict[str, Any]] = []
+    scene.take_over()
     problems: list[str] = []
+
+    def left_s() -> float:
+        return float(options.piece_s - (time.monotonic() - started_s))
+
     scene.start()
     try:
-        for number, kind in enumerate(planned):
+        for number, kind in list(enumerate(planned))[len(scene.done) :]:
             due = 1 + number * (options.steps - 2) // len(planned)
-            scene.until(lambda due=due: scene.step() >= due, f"step {due}", limit_s=300.0)
+            while scene.step() < due and left_s() > PIECE_MARGIN_S:
+                time.sleep(0.2)
+                scene.until(lambda: True, f"step {due}")
+            if left_s() <= PIECE_MARGIN_S:
+                scene.pause()
+                return None
             began_s = time.monotonic()
             fact = {"kind": kind, "at_step": scene.step(), **FAULTS[kind](scene)}
             fact["noticed_s"] = round(time.monotonic() - began_s, 1)
-            done.append(fact)
+            scene.done.append(fact)
             print(json.dumps(fact), file=sys.stderr, flush=True)
         assert scene.process is not None
-        code = scene.process.wait(timeout=options.limit_s)
-        if code != 0:
-            problems.append(f"the run ended with {code}: {scene.complaint()}")
+        while scene.process.poll() is None:
+            if left_s() <= PIECE_MARGIN_S / 2:
+                scene.pause()
+                return None
+            time.sleep(0.2)
+        if scene.process.returncode != 0:
+            problems.append(f"the run ended with {scene.process.returncode}: {scene.complaint()}")
     except (ChaosError, subprocess.TimeoutExpired) as error:
         problems.append(str(error))
     finally:
         if scene.process is not None and scene.process.poll() is None:
             scene.process.kill()
     result = checked(scene)
-    deadline_s = time.monotonic() + 20.0
+    deadline_s = time.monotonic() + 30.0
     while (left := scene.leftovers()) and time.monotonic() < deadline_s:
         time.sleep(0.2)
     for process in left:
@@ -411,10 +452,10 @@ def run(options: argparse.Namespace, root: Path) -> dict[str, Any]:
         process.kill()
     return {
         "seed": options.seed,
-        "faults": done,
+        "faults": scene.done,
         **result,
         "problems": problems + result["problems"],
-        "wall_s": round(time.monotonic() - started_s, 1),
+        "run_s": round(scene.rows("events.jsonl")[-1]["run_s"], 1),
     }
 
 
@@ -439,9 +480,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=None, help="as many as kinds if left out")
     parser.add_argument("--kinds", default="", help=f"of {','.join(FAULTS)}; all if left out")
     parser.add_argument("--pace-s", type=float, default=6.0, help="of a step, at least")
-    parser.add_argument(
-        "--limit-s", type=float, default=240.0, help="for the end, after the faults"
-    )
+    parser.add_argument("--piece-s", type=float, default=3600.0, help="pause the run after so long")
     parser.add_argument("--out", type=Path, default=None, help="folder of the run, kept")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -454,6 +493,9 @@ def main() -> int:
         result = run(options, root.resolve())
         weights = root.resolve() / "chaos" / "weights"
         subprocess.run(["umount", "--lazy", str(weights)], check=False)
+        if result is None:
+            print(f"paused; go on with the same command (--out {options.out})", file=sys.stderr)
+            return UNFINISHED
     print(json.dumps(result, indent=2) if options.json else text_of(result))
     return 1 if result["problems"] else 0
 
@@ -467,7 +509,7 @@ def text_of(result: dict[str, Any]) -> str:
     ledger = ", ".join(f"{key} {value}" for key, value in result["account"].items())
     return "\n".join(
         [
-            f"{result['steps']} steps in {result['wall_s']} s, {result['attempts']} attempts, "
+            f"{result['steps']} steps in {result['run_s']} s, {result['attempts']} attempts, "
             f"{len(faults)} faults (seed {result['seed']}):",
             *faults,
             f"sessions: {ledger}",

@@ -29,7 +29,7 @@ def test_every_session_of_a_run_under_faults_ends_once(tmp_path):
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--json", "--seed", "3", "--steps", "6", "--kinds", KINDS,
          "--pace-s", "3", "--out", str(tmp_path / "runs")],
-        capture_output=True, text=True, timeout=400, stdin=subprocess.DEVNULL, check=False,
+        capture_output=True, text=True, timeout=900, stdin=subprocess.DEVNULL, check=False,
     )  # fmt: skip
     assert done.stdout, done.stderr[-3000:]
     result = json.loads(done.stdout)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 POOLS = ("+pool@pools.h100=embedded_h100", "pools.h100.replicas=1")
 
 
-def scale(run, *arguments, limit_s=240):
+def scale(run, *arguments, limit_s=300):
     rlmix = str(Path(sys.executable).with_name("rlmix"))
     done = subprocess.run(
         [rlmix, "scale", "pools", *arguments, "--dir", str(run.root), "--json"],
@@ -37,7 +37,7 @@ def all_sessions(run):
 
 def test_a_pool_grows_and_another_drains_while_the_run_goes_on(start_run):
     run = start_run("s", "loop.steps=400", "scaling.drain_s=30", *POOLS)
-    run.wait_until(lambda: len(run.rows()) >= 1, "first step")
+    run.wait_until(lambda: len(run.rows()) >= 1, "first step", 300)
     assert stat.S_IMODE((run.path / "control.json").stat().st_mode) == 0o600
 
     code, document, _ = scale(run)
@@ -70,7 +70,7 @@ def test_a_pool_grows_and_another_drains_while_the_run_goes_on(start_run):
     assert len(run.events("scale_started")) == 1
 
     before = len(run.rows())
-    run.wait_until(lambda: len(run.rows()) >= before + 4, "steps after the change")
+    run.wait_until(lambda: len(run.rows()) >= before + 4, "steps after the change", 300)
     os.kill(run.process.pid, signal.SIGINT)
     code, _ = run.finish()
     assert code == 130, run.stderr()
