@@ -487,6 +487,8 @@ def main() -> int:
     if unknown := [k for k in options.kinds.split(",") if options.kinds and k not in FAULTS]:
         parser.error(f"no fault {unknown[0]!r}; there are {', '.join(FAULTS)}")
     enter_namespaces()
+    # So that a limit from outside also ends the run.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="rlmix-chaos-") as folder:
         root = options.out or Path(folder)
         root.mkdir(parents=True, exist_ok=True)

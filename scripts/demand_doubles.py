@@ -110,6 +110,8 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=200.0, help="for each of three waits")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    # So that a limit from outside also ends the run.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="rlmix-doubles-") as folder:
         result = watch(Path(folder), options.overrides, options.limit_s)
     print(json.dumps(result, indent=2 if options.json else None))
