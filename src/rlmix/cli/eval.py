@@ -120,10 +120,11 @@ def _request(
     limit_s: float | None,
 ) -> "EvalRequest":
     """Everything that is asked, checked."""
-    from rlmix.cli.train import plan_of, refuse_what_cannot_start
+    from rlmix.cli.train import plan_of
     from rlmix.evals.checkpoints import choose_policy
     from rlmix.evals.facts import facts_of
     from rlmix.evals.run import SESSIONS, EvalRequest
+    from rlmix.evals.serving import served_plan
 
     kind = agent.partition(":")[0]
     policy = plan = None
@@ -135,10 +136,7 @@ def _request(
             is_model_given=any(one.startswith(("model.path=", "model=")) for one in given),
         )
         config = replace(config, model=replace(config.model, path=str(policy.folder)))
-        plan = plan_of(config)
-        # Only the eval pool is started: held-out tasks of a run are nobody's business here.
-        served = replace(config, loop=replace(config.loop, eval_tasks=0))
-        refuse_what_cannot_start(plan, served)
+        plan = served_plan(plan_of(config), config)
     jobs = jobs or (config.eval.concurrency if kind in SESSIONS else DEFAULT_JOBS)
     name = config.run.name or _name(config.eval.data or DEFAULT_DATA, kind)
     return EvalRequest(
@@ -165,17 +163,21 @@ def _plan_answer(request: "EvalRequest") -> Answer:
         n=request.config.eval.n,
         jobs=request.jobs,
         pool=evaluating_pool(request.plan) if request.plan else None,
-        replicas=request.config.eval.replicas,
+        replicas=sum(pool.replicas for pool in request.plan.pools.values()) if request.plan else 0,
     )
     return Answer(document=plan, view=lambda: plan_view(plan))
 
 
 def _evaluate(request: "EvalRequest", other: dict[str, Any] | None) -> Answer:
     from rlmix.cli.eval_view import score_view
+    from rlmix.cli.train import refuse_what_cannot_start
     from rlmix.evals.comparison import compare_reports
     from rlmix.evals.run import evaluate
     from rlmix.evals.score_report import add_comparison
+    from rlmix.evals.serving import served_config
 
+    if request.plan is not None:
+        refuse_what_cannot_start(request.plan, served_config(request.config))
     _check_ids(request)
     with tempfile.TemporaryDirectory(prefix="rlmix-eval-") as scratch, _progress() as watch:
         result = asyncio.run(evaluate(replace(request, on_progress=watch), Path(scratch)))

@@ -10,15 +10,16 @@ import contextlib
 import os
 import secrets
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlmix.config.schema.train import TrainConfig
+from rlmix.core.errors import PlanError
+from rlmix.evals.saturation import LOOK_EVERY_S, Load, load_of, saturation
 from rlmix.launch.handle import Handle
 from rlmix.launch.ray import RayCluster
-from rlmix.loop.fleets import eval_fleet
+from rlmix.loop.fleets import EVAL_POOL, NO_EVALUATION, eval_fleet, evaluating_pool
 from rlmix.loop.router_process import RouterProcess
 from rlmix.loop.runtime import LOGICAL_CPUS
 from rlmix.observe.run_dir import RunDir
@@ -26,52 +27,40 @@ from rlmix.plan.build import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE
 from rlmix.plan.runplan import RunPlan, thread_limits
 from rlmix.pools.fleet import Fleet
 from rlmix.pools.replica import Replica
-from rlmix.pools.spec import ReplicaSpec, ReplicaStatus
+from rlmix.pools.spec import ReplicaSpec
 from rlmix.router.client import RouterAdmin
 from rlmix.sandbox.reap import reap
 
-LOOK_EVERY_S = 1.0
-"""How often replicas are asked how busy they are."""
+NO_POOL = NO_EVALUATION.replace(
+    "loop.eval_tasks: the closing evaluation", "agent=policy: an evaluation"
+).replace("set loop.eval_tasks=0, or add such a pool", "add such a pool")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
-    """How busy the engines were at one moment."""
+def served_plan(plan: RunPlan, config: TrainConfig) -> RunPlan:
+    """The plan of the eval pool alone: nothing else of a run is started.
 
-    running: int
-    queued: int
-    tokens_per_s: float
-
-
-def load_of(status: Sequence[ReplicaStatus]) -> Load:
-    return Load(
-        running=sum(one.running for one in status),
-        queued=sum(one.queued for one in status),
-        tokens_per_s=sum(one.tokens_per_s for one in status),
-    )
-
-
-def saturation(looks: Sequence[Load], *, places: int) -> dict[str, Any]:
-    """What stands beside a score about its engines; a score under a full queue is one of the
-    machine too, where sessions have a time limit.
-
-    Args:
-        places: requests that all engines together work on at a time.
+    Raises:
+        PlanError: no pool can be served in BF16.
     """
-    if not looks:
-        return {"places": places, "looks": 0}
-    count = len(looks)
-    return {
-        "places": places,
-        "looks": count,
-        "mean_busy_frac": round(sum(one.running for one in looks) / count / places, 4),
-        "peak_busy_frac": round(max(one.running for one in looks) / places, 4),
-        "mean_queued": round(sum(one.queued for one in looks) / count, 3),
-        "full_frac": round(
-            sum(one.queued > 0 or one.running >= places for one in looks) / count, 4
-        ),
-        "mean_tokens_per_s": round(sum(one.tokens_per_s for one in looks) / count, 1),
-    }
+    chosen = evaluating_pool(plan)
+    if chosen is None:
+        raise PlanError(NO_POOL)
+    count = config.eval.replicas
+    if chosen.engine != "embedded":
+        count = min(count, chosen.replicas)
+    pool = replace(chosen, replicas=count, gpu_ids=chosen.gpu_ids[:count])
+    return replace(plan, pools={EVAL_POOL: pool})
+
+
+def served_config(config: TrainConfig) -> TrainConfig:
+    """The configuration without what a training run needs beside its pools."""
+    return replace(
+        config,
+        loop=replace(config.loop, eval_tasks=0),
+        eval=replace(config.eval, every_steps=0),
+        trainer=replace(config.trainer, device="cpu"),
+        tasks=replace(config.tasks, source="generated", path=None),
+    )
 
 
 class Serving:

@@ -16,8 +16,10 @@ from typing import Any, Protocol
 
 from rlmix.core.errors import RlmixError
 from rlmix.evals.checkpoints import BEST_FILE, EVALUATIONS, VIEW, weights_digest
+from rlmix.evals.saturation import LOOK_EVERY_S, Load, load_of, saturation
 from rlmix.observe.jsonl import JsonlWriter, read_jsonl, replace_jsonl, write_atomically
 from rlmix.pools.callbacks import OnEvent
+from rlmix.pools.spec import ReplicaStatus
 from rlmix.weights.store import discard_newer, list_versions, remove_folder, version_dir
 
 ROWS_FILE = "evaluations.jsonl"
@@ -36,6 +38,8 @@ class ServingPool(Protocol):
 
     async def wait_for_version(self, version: int, *, timeout_s: float) -> None: ...
 
+    def status(self) -> list[ReplicaStatus]: ...
+
 
 class SideEvaluation:
     """One task; `offer` from the training loop, `finish` or `stop` at its end."""
@@ -50,9 +54,11 @@ class SideEvaluation:
         fleet: ServingPool,
         evaluate: EVALUATE,
         on_event: OnEvent,
+        places: int,
     ) -> None:
         """
         Args:
+            places: requests that the eval pool works on at a time.
             store: the run's published versions.
             keep: copies a version from one store to another without reading its weights.
         """
@@ -64,6 +70,7 @@ class SideEvaluation:
         self._fleet = fleet
         self._evaluate = evaluate
         self._on_event = on_event
+        self._places = places
         self._is_serving = False
         self._offered: list[int] = []
         self._changed = asyncio.Event()
@@ -144,11 +151,18 @@ class SideEvaluation:
         place = version_dir(self._kept, VIEW, version)
         digest = await asyncio.to_thread(weights_digest, place)
         self._on_event("evaluation_started", "as configured", step=version)
-        found = await self._evaluate(str(self.folder / f"step_{version:06d}"), version, digest)
+        looks: list[Load] = []
+        looking = asyncio.create_task(self._look(looks), name="eval load")
+        try:
+            found = await self._evaluate(str(self.folder / f"step_{version:06d}"), version, digest)
+        finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
         row = {
             "step": version,
             **found,
             "policy_sha256": digest,
+            "saturation": saturation(looks, places=self._places),
             "is_unchanged": await asyncio.to_thread(weights_digest, place) == digest,
             "started_s": round(started_s, 3),
             "wall_s": round(time.time() - started_s, 3),
@@ -161,6 +175,11 @@ class SideEvaluation:
         low, high = found["ci95"]
         said = f"pass@1 {found['pass_at_1']:.3f} ({low:.3f} to {high:.3f})"
         self._on_event("evaluation_done", said, step=version, wall_s=row["wall_s"])
+
+    async def _look(self, looks: list[Load]) -> None:
+        while True:
+            looks.append(load_of(self._fleet.status()))
+            await asyncio.sleep(LOOK_EVERY_S)
 
     def _prune(self) -> None:
         """Versions that nobody needs: neither the first, the best nor one that waits."""

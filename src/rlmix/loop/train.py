@@ -255,13 +255,11 @@ class _Training:
         if not config.eval.every_steps:
             return None
         assert self.loop is not None
-        fleet, evaluator = await runtime.start_evaluator(
-            eval_fleet(
-                self.plan, config, run, store=run.path / EVALUATIONS / STORE,
-                model_dir=self.model_dir, name=LIVE_EVAL_POOL, niceness=NICENESS,
-            ),
-            config,
+        spec = eval_fleet(
+            self.plan, config, run, store=run.path / EVALUATIONS / STORE,
+            model_dir=self.model_dir, name=LIVE_EVAL_POOL, niceness=NICENESS,
         )  # fmt: skip
+        fleet, evaluator = await runtime.start_evaluator(spec, config)
 
         async def evaluate(folder: str, version: int, digest: str) -> dict[str, Any]:
             found: dict[str, Any] = await evaluator.call(
@@ -277,6 +275,7 @@ class _Training:
             fleet=fleet,
             evaluate=evaluate,
             on_event=run.events.append,
+            places=sum(replica.max_running for replica in spec.replicas),
         )
         runtime.on_close(side.stop)
         self.loop.on_published = side.offer

@@ -12,9 +12,9 @@ import pytest
 from rlmix.core.errors import ConfigError
 from rlmix.evals.comparison import compare_reports, sentence
 from rlmix.evals.facts import read_report
+from rlmix.evals.saturation import Load, saturation
 from rlmix.evals.score_page import page
 from rlmix.evals.score_report import engine_line, probed
-from rlmix.evals.serving import Load, saturation
 
 FACTS = {
     "benchmark": "mini", "checksum": "c", "task_ids_sha256": "i", "agent_limit_s": "60",

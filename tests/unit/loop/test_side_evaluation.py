@@ -17,6 +17,7 @@ from rlmix.loop.side_evaluation import (
     read_rows,
 )
 from rlmix.observe.run_dir import RunDir
+from rlmix.pools.spec import ReplicaStatus
 from rlmix.weights.manifest import Manifest, hash_file, write_manifest
 from rlmix.weights.store import list_versions, prune, version_dir
 
@@ -54,6 +55,9 @@ class Pool:
     async def wait_for_version(self, version: int, *, timeout_s: float) -> None:
         assert self.versions[-1] == version
 
+    def status(self) -> list[ReplicaStatus]:
+        return []
+
 
 def side(
     tmp_path: Path, evaluate: Evaluate, *, every_steps: int = 1
@@ -68,6 +72,7 @@ def side(
         fleet=pool,
         evaluate=evaluate,
         on_event=lambda kind, reason, **_: events.append((kind, reason)),
+        places=8,
     )
     made.events = events  # type: ignore[attr-defined]
     return made, pool
