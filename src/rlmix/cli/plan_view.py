@@ -4,6 +4,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from rlmix.plan.runplan import PoolPlan, RunPlan
+from rlmix.plan.tasks import task_lines
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,6 +24,8 @@ def plan_view(plan: RunPlan) -> "RenderableType":
     parts.append(Text(f"{plan.usd_per_hour:.2f} USD per hour{modelled}; nothing was started."))
     parts += [Text(line) for line in _totals(plan)]
     parts += [Text(""), _others(plan), _commands(plan)]
+    if plan.tasks is not None:
+        parts += [Text(line) for line in task_lines(plan.tasks)]
     parts += [Text(f"! {warning}", style="yellow") for warning in plan.warnings]
     return Group(*parts)
 

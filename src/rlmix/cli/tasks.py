@@ -31,6 +31,8 @@ MAX_SHOWN = 30
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="generated, or a public set.")]
 Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Tasks to look at.")]
 DEFAULT_RUNS = 2
+GENERATED_S, COMMAND_S = 10.0, 600.0
+"""Of a verdict on a generated task; of one command, where --timeout says nothing."""
 MEMORY_MIB, DISK_MIB, PIDS = 2048, 1024, 256
 
 
@@ -109,6 +111,9 @@ def check(
         float | None, typer.Option("--timeout", min=0.1, help="Seconds of one verdict.")
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Tasks at a time.")] = 2,
+    backend: Annotated[
+        str, typer.Option("--backend", help="Sandboxes, as sandbox.backend.")
+    ] = "auto",
     strict: Annotated[
         bool, typer.Option("--strict", help="Fail for what preparation excluded, too.")
     ] = False,
@@ -116,9 +121,10 @@ def check(
 ) -> Answer:
     """Run the gates: the reference always earns 1, no change always 0. Writes what fails."""
     cases = list(_cases(source, path, seed=seed, limit=limit))
-    limit_s = timeout_s or (10.0 if source == "generated" else 600.0)
     with _progress("checking", total=len(cases)) as step:
-        results = asyncio.run(_check_all(cases, runs=runs, timeout_s=limit_s, jobs=jobs, step=step))
+        results = asyncio.run(
+            _check_all(cases, runs=runs, timeout_s=timeout_s, jobs=jobs, backend=backend, step=step)
+        )
     excluded = [result for result in results if not result.is_ok]
     listed = _earlier(path) if path is not None else []
     if path is not None:
@@ -180,7 +186,13 @@ def _cases(source: str, path: Path | None, *, seed: int, limit: int | None) -> "
 
 
 async def _check_all(
-    cases: "list[Case]", *, runs: int, timeout_s: float, jobs: int, step: Any
+    cases: "list[Case]",
+    *,
+    runs: int,
+    timeout_s: float | None,
+    jobs: int,
+    backend: str,
+    step: Any,
 ) -> "list[GateResult]":
     from rlmix.sandbox.backend import open_backend
     from rlmix.sandbox.protocol import SandboxLimits
@@ -191,11 +203,13 @@ async def _check_all(
         pids=PIDS,
         disk_mib=DISK_MIB,
         output_chars=4000,
-        command_timeout_s=timeout_s,
+        command_timeout_s=timeout_s or COMMAND_S,
     )
     room = asyncio.Semaphore(jobs)
     with tempfile.TemporaryDirectory(prefix="rlmix-check-") as scratch:
-        backend = await open_backend("auto", limits, Path(scratch), f"check{os.getpid()}")
+        sandboxes = await open_backend(
+            backend, limits, Path(scratch), f"check{os.getpid()}", has_images=True
+        )
 
         async def one(case: "Case") -> "GateResult":
             public, hidden, reference, script = case
@@ -205,16 +219,16 @@ async def _check_all(
                     public,
                     hidden,
                     reference,
-                    backend,
+                    sandboxes,
                     runs=runs,
-                    timeout_s=timeout_s,
+                    timeout_s=timeout_s or public.verify_s or GENERATED_S,
                     script=script,
                 )
 
         try:
             return list(await asyncio.gather(*map(one, cases)))
         finally:
-            await backend.close()
+            await sandboxes.close()
 
 
 def _check_code(*, num_ok: int, excluded: list[Any], listed: list[Any], strict: bool) -> ExitCode:

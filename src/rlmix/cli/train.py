@@ -27,6 +27,9 @@ Resume = Annotated[
     str | None,
     typer.Option("--resume", metavar="RUN", help="Continue a run from its newest checkpoint."),
 ]
+Detach = Annotated[
+    bool, typer.Option("--detach", help="Start the run without this terminal, and come back.")
+]
 
 EXIT_CODES = {
     "finished": ExitCode.GOOD,
@@ -40,6 +43,7 @@ def train(
     overrides: Overrides = None,
     cfg: Show = None,
     resume: Resume = None,
+    detach: Detach = False,
     conf_dir: ConfDir = None,
     as_json: AsJson = False,
 ) -> Answer:
@@ -53,6 +57,7 @@ def train(
     rlmix train loop.steps=3 pools.h100.weights=bf16   change values
     rlmix train pools=two algo=grpo                    choose files of conf/
     rlmix train pools.h100.replicas=2 --cfg plan       look before you start
+    rlmix train --detach                               leave it running; rlmix runs attach
     """
     from rlmix.config.compose import load_config
     from rlmix.config.render import config_yaml
@@ -71,6 +76,8 @@ def train(
     refuse_what_cannot_run(config)
     plan = plan_of(config)
     refuse_what_cannot_start(plan, config)
+    if detach:
+        return _detached(config, overrides or [], resume=resume, conf_dir=conf_dir)
     from rlmix.loop.train import run_training
 
     summary = run_training(
@@ -91,6 +98,28 @@ def train(
     return Answer(document=document, view=view, code=EXIT_CODES[summary.exit_reason])
 
 
+def _detached(
+    config: "TrainConfig", overrides: list[str], *, resume: str | None, conf_dir: Path | None
+) -> Answer:
+    from rlmix.cli.detach import start_detached
+
+    document = start_detached(config, overrides, resume=resume, conf_dir=conf_dir)
+
+    def view() -> "RenderableType":
+        from rich.text import Text
+
+        run, folder = document["run"], Path(str(document["run_dir"])).parent
+        return Text(
+            f"run {run} goes on without this terminal (process {document['pid']}), "
+            f"in {document['run_dir']}\n"
+            f"  rlmix runs attach {run} --dir {folder}\n"
+            f"  rlmix runs logs {run} --dir {folder} --follow\n"
+            f"  rlmix runs stop {run} --dir {folder}"
+        )
+
+    return Answer(document=document, view=view)
+
+
 def plan_of(config: "TrainConfig") -> "RunPlan":
     """The plan of a checked configuration, for this interpreter and the one that has SGLang.
 
@@ -99,7 +128,10 @@ def plan_of(config: "TrainConfig") -> "RunPlan":
         PlanError: sizes of the model cannot be read from its config.json, or something cannot be
             placed or run as asked.
     """
+    from dataclasses import replace
+
     from rlmix.loop.preflight import argument_faults, interpreter
+    from rlmix.loop.task_plan import tasks_plan
     from rlmix.plan.build import build_plan
     from rlmix.plan.refusals import refuse
 
@@ -110,7 +142,7 @@ def plan_of(config: "TrainConfig") -> "RunPlan":
         sglang_python=interpreter(config),
     )
     refuse(argument_faults(plan, config))
-    return plan
+    return replace(plan, tasks=tasks_plan(config))
 
 
 def plan_problems(config: "TrainConfig") -> list[str]:
@@ -197,7 +229,8 @@ def refuse_what_cannot_start(plan: "RunPlan", config: "TrainConfig") -> None:
     from rlmix.loop.preflight import start_faults
     from rlmix.plan.refusals import refuse
 
-    refuse(start_faults(plan, config))
+    lacking = [] if plan.tasks is None else [f"tasks: {one}" for one in plan.tasks.refusals]
+    refuse([*start_faults(plan, config), *lacking])
 
 
 def _overrides_of(resume: str, given: list[str], conf_dir: Path | None) -> list[str]:

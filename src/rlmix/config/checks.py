@@ -287,7 +287,8 @@ def _check_sessions(config: TrainConfig) -> Iterator[Problem]:
             what=f"got 'weak' for tasks.source={config.tasks.source}, whose code is not ours",
             hint="set sandbox.allow_weak=true if Landlock is enough for you",
         )
-    if sandbox.backend in names.CONTAINER_BACKENDS and sandbox.image is None:
+    has_images = config.tasks.source in names.PREPARED_SOURCES
+    if sandbox.backend in names.CONTAINER_BACKENDS and sandbox.image is None and not has_images:
         yield Problem(
             where="sandbox.image",
             what=f"got null, and sandbox.backend={sandbox.backend} starts an image",

@@ -26,7 +26,9 @@ SCALES = ("none", "std")
 OPTIMIZERS = ("adamw", "sgd")
 PACKINGS = ("rows", "documents")
 ENGINES = ("embedded", "sglang", "sglang_external")
-PREPARED_SOURCES = ("mimo", "nemotron", "r2e_gym", "swe_gym", "swe_rebench", "swe_smith")
+PREPARED_SOURCES = (
+    *("harbor", "mimo", "nemotron", "r2e_gym", "swe_gym", "swe_rebench", "swe_smith"),
+)
 """Public sets that are trained on from a folder that `rlmix tasks prepare` made."""
 TASK_SOURCES = ("generated", *PREPARED_SOURCES)
 BENCHMARKS = ("generated", "mini", "swe_bench", "swe_bench_pro", "swe_bench_pro_v2")

@@ -46,6 +46,8 @@ class PublicTask:
     """Oldest first; the state after the last commit is the base that the agent edits."""
     prepared: PreparedRepository | None = None
     """Instead of a history, for tasks of public sets."""
+    verify_s: float | None = None
+    """Longest run of its tests, seconds; None: whatever judges it decides."""
     tags: dict[str, str] = field(default_factory=dict)
     """`kind`, `difficulty`, `num_edits`, ... for reports only, never in the prompt."""
 

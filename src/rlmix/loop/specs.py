@@ -18,6 +18,8 @@ batches meanwhile, and small batches cost more per token."""
 
 LEASE_MARGIN_S = 300.0
 """Longer than a session: recording its diff, and a verdict that waits for its turn."""
+LONGEST_VERDICT_S = 3600.0
+"""No public set gives the tests of a task more than 3,000 s; generated ones stay in the margin."""
 BUNDLED_SOURCES = ("generated",)
 """Tasks whose code came with rlmix; a test holds this equal to `config.names`."""
 VERDICT_TIMEOUT_S = 20.0
@@ -105,9 +107,12 @@ def worker_spec(
             output_chars=sandbox.output_chars,
             command_timeout_s=sandbox.command_timeout_s,
             cpus=sandbox.cpus,
-            lease_s=config.session.time_limit_s + LEASE_MARGIN_S,
+            lease_s=config.session.time_limit_s
+            + LEASE_MARGIN_S
+            + (0 if config.tasks.source in BUNDLED_SOURCES else LONGEST_VERDICT_S),
         ),
         sandbox_image=sandbox.image,
+        has_images=config.tasks.source not in BUNDLED_SOURCES,
         sandbox_servers=tuple(sandbox.servers),
         scratch_dir=str(scratch),
         allow_weak=(

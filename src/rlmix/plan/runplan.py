@@ -10,6 +10,7 @@ from typing import Any
 
 from rlmix.plan.memory import MemoryBudget
 from rlmix.plan.speed import ModelledSpeed
+from rlmix.plan.tasks import TasksPlan
 
 
 def thread_limits(threads: int) -> dict[str, str]:
@@ -194,6 +195,8 @@ class RunPlan:
     """Machine of the inventory -> accelerators that nothing stands on."""
     against: Comparison | None
     warnings: tuple[str, ...]
+    tasks: TasksPlan | None = None
+    """What a prepared set needs and lacks; None for generated tasks."""
 
     @property
     def is_modelled(self) -> bool:
@@ -228,6 +231,7 @@ class RunPlan:
             unused=dict(document["unused"]),
             against=Comparison(**against) if against else None,
             warnings=tuple(document["warnings"]),
+            tasks=_read(TasksPlan, document["tasks"]) if document["tasks"] else None,
         )
 
 

@@ -39,6 +39,8 @@ class WorkerSpec:
     """`auto` may take weak isolation where namespaces are forbidden."""
     sandbox_image: str | None = None
     sandbox_servers: tuple[str, ...] = ()
+    has_images: bool = False
+    """Tasks come with images of their own."""
     num_verdicts: int
     """Verdicts at once; they are pure CPU, so about the number of cores."""
     verdict_timeout_s: float
@@ -89,6 +91,7 @@ class TaskWorker:
                     Path(spec.scratch_dir),
                     spec.run_id,
                     image=spec.sandbox_image,
+                    has_images=spec.has_images,
                     servers=spec.sandbox_servers,
                     allow_weak=spec.allow_weak,
                     allow_unisolated=spec.allow_unisolated,
@@ -132,13 +135,14 @@ class TaskWorker:
 
     async def _judge(self, source: TaskSource, task_id: str, diff: bytes) -> Verdict:
         assert self._backend is not None
+        public = source.public(task_id)
         async with self._verdicts:
             return await judge(
-                source.public(task_id),
+                public,
                 source.hidden(task_id),
                 diff,
                 self._backend,
-                timeout_s=self._spec.verdict_timeout_s,
+                timeout_s=public.verify_s or self._spec.verdict_timeout_s,
                 baselines=self._baselines,
             )
 

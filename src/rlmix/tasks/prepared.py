@@ -61,6 +61,8 @@ def write_set(
             "folder": str(one.folder.relative_to(out)),
             "commit": one.manifest.commit,
             "workdir": one.manifest.workdir,
+            "image_bytes": one.manifest.image_bytes,
+            "repository_bytes": one.manifest.repository_bytes,
             "rootfs": str(one.rootfs.resolve()) if one.manifest.has_programs else "",
         }
         for one in done
@@ -134,6 +136,7 @@ class PreparedSource:
             task_id=task_id,
             split="eval" if is_held_out(task_id) else "train",
             issue=record["prompt"],
+            verify_s=float(record["limits"]["verify_s"]),
             prepared=PreparedRepository(
                 folder=str((self._folder / record["folder"]).resolve()),
                 commit=record["commit"],
@@ -177,11 +180,17 @@ class PreparedSource:
         return self._public[task_id]
 
 
+def reasons_in(file: Path) -> dict[str, str]:
+    """Task -> reason, of a list of exclusions or of gates; empty where there is none yet."""
+    if not file.is_file():
+        return {}
+    return {row["task_id"]: row["reason"] for row in _read(file)}
+
+
 def failed_gates(folder: Path) -> frozenset[str]:
     """Tasks that a check found unfit; empty before the first one."""
-    if not (folder / "gates.jsonl").is_file():
-        return frozenset()
-    return frozenset(row["task_id"] for row in _read(folder / "gates.jsonl") if row["reason"])
+    found = reasons_in(folder / "gates.jsonl")
+    return frozenset(task_id for task_id, reason in found.items() if reason)
 
 
 def hidden_task(record: dict[str, Any]) -> HiddenTask:

@@ -75,7 +75,7 @@ def _open_prepared(
     return PreparedSource(Path(path), name=name, split=split, limit=limit)
 
 
-PREPARED = ("mimo", "nemotron", "r2e_gym", "swe_gym", "swe_rebench", "swe_smith")
+PREPARED = ("harbor", "mimo", "nemotron", "r2e_gym", "swe_gym", "swe_rebench", "swe_smith")
 """Public sets to train on. Those that models are judged on are not among them."""
 SOURCES: dict[str, Callable[..., TaskSource]] = {
     "generated": _open_generated,

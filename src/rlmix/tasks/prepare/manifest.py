@@ -31,6 +31,10 @@ class Manifest:
     """Where the repository lies in the image, links resolved."""
     has_programs: bool
     """The image brings its own programs; without them commands run with this machine's."""
+    image_bytes: int
+    """Of all regular files of the image."""
+    repository_bytes: int
+    """Of what a sandbox copies."""
     proof: tuple[str, ...] = ()
     """Sentences, each one checked."""
     schema_version: int = SCHEMA_VERSION

@@ -5,7 +5,9 @@ Invariant: the folder of a task appears whole or not at all, and preparing it ag
 
 import hashlib
 import json
+import os
 import shutil
+import stat
 from dataclasses import asdict
 from pathlib import Path
 
@@ -47,6 +49,17 @@ def prepare_task(task: SourceTask, rootfs: Path, out: Path) -> Manifest | Exclud
     shutil.rmtree(out, ignore_errors=True)
     work.rename(out)
     return manifest
+
+
+def _bytes_below(folder: Path) -> int:
+    """Size of the regular files, a file of several names once."""
+    seen: dict[tuple[int, int], int] = {}
+    for here, _, names in os.walk(folder):
+        for name in names:
+            facts = os.lstat(os.path.join(here, name))
+            if stat.S_ISREG(facts.st_mode):
+                seen[facts.st_dev, facts.st_ino] = facts.st_size
+    return sum(seen.values())
 
 
 def _inputs(task: SourceTask) -> str:
@@ -130,6 +143,8 @@ def _prepare(task: SourceTask, rootfs: Path, work: Path, inputs: str) -> Manifes
         num_ignored=len(ignored),
         workdir=f"/{source.relative_to(rootfs).as_posix()}",
         has_programs=with_programs,
+        image_bytes=_bytes_below(rootfs),
+        repository_bytes=_bytes_below(work / "repo"),
         proof=(*proof, _said_of_fix(fix, fix_lines, overlaid)),
     )
 
