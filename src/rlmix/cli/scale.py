@@ -10,6 +10,15 @@ import typer
 from rlmix.cli.answer import Answer, answered
 from rlmix.cli.options import AsJson, ConfDir, RunsDir
 from rlmix.cli.scale_live import LiveRequest, answer_live
+from rlmix.cli.scale_tune import (
+    Knobs,
+    LoadFile,
+    Tune,
+    TuneLimit,
+    TuneRequest,
+    TuneSessions,
+    answer_tune,
+)
 from rlmix.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,10 +84,15 @@ def scale_pools(
     wait: Wait = 600.0,
     operation_id: OperationId = None,
     cancel: Cancel = None,
+    tune: Tune = None,
+    knob: Knobs = None,
+    load: LoadFile = None,
+    sessions: TuneSessions = None,
+    limit: TuneLimit = 600.0,
     conf_dir: ConfDir = None,
     as_json: AsJson = False,
 ) -> Answer:
-    """Show, change, plan or simulate the pools of a run.
+    """Show, change, plan, simulate or tune the pools of a run.
 
     \b
     rlmix scale pools                                            the newest running run
@@ -88,13 +102,16 @@ def scale_pools(
     rlmix scale pools --dry-run h100=3 a100=0                    what a change would do
     rlmix scale pools --simulate experiment=qwen36_mixed         mixed, planned, homogeneous
     rlmix scale pools --simulate scaling.simulate.burst_factor=2 fixed against scaled
+    rlmix scale pools --tune h100 experiment=qwen36_mixed        faster with the same numbers
     """
     replicas, overrides = split_arguments(arguments or [])
-    if dry_run and simulate:
-        raise ConfigError("scale pools: got --dry-run and --simulate; choose one of them")
+    if dry_run + simulate + (tune is not None) > 1:
+        raise ConfigError("scale pools: got two of --dry-run, --simulate, --tune; choose one")
+    if (knob or load or sessions) and tune is None:
+        raise ConfigError("scale pools: --knob, --load and --sessions need --tune")
     if (trace_in or trace_out) and not simulate:
         raise ConfigError("scale pools: --trace-in and --trace-out need --simulate")
-    if not dry_run and not simulate:
+    if not dry_run and not simulate and tune is None:
         return answer_live(
             LiveRequest(
                 replicas=replicas,
@@ -111,9 +128,21 @@ def scale_pools(
     if run or watch or cancel or operation_id:
         raise ConfigError(
             "scale pools: --run, --watch, --id and --cancel are for a running run; leave out "
-            "--dry-run and --simulate"
+            "--dry-run, --simulate and --tune"
         )
     config = _config(overrides, replicas, conf_dir)
+    if tune is not None:
+        return answer_tune(
+            TuneRequest(
+                pool=tune,
+                config=config,
+                conf_dir=conf_dir,
+                knobs=knob or [],
+                load=load,
+                sessions=sessions,
+                limit_s=limit,
+            )
+        )
     asked = _request(config)
     if dry_run:
         return _dry_run(asked, is_changed=bool(replicas))
