@@ -32,6 +32,10 @@ class ProcessHandle:
     def pid(self):
         return self._process.pid
 
+    @property
+    def is_alive(self):
+        return self._process.is_alive()
+
     async def call(self, method, *args, timeout_s=None, **kwargs):
         try:
             self._pipe.send((method, args, kwargs))
