@@ -1,4 +1,4 @@
-"""No secret that a run knows is found in what it leaves behind, says, or shows in a process list."""
+"""No secret that a run knows is in what it leaves behind, says, or shows in a process list."""
 
 import secrets
 import subprocess

@@ -26,6 +26,16 @@ Lines = Annotated[
 Output = Annotated[
     Path | None, typer.Option("--output", metavar="FILE", help="Write there instead of stdout.")
 ]
+PoolName = Annotated[
+    str | None, typer.Option("--pool", metavar="POOL", help="Logs of its replicas only.")
+]
+ReplicaName = Annotated[
+    str | None,
+    typer.Option("--replica", metavar="NAME", help="h100-0; with --pool its number is enough."),
+]
+Follow = Annotated[
+    bool, typer.Option("--follow", "-f", help="Print new lines until the run has ended.")
+]
 
 Target = Annotated[
     Path | None, typer.Argument(metavar="DIR", help="Folder to make for a checkpoint's model.")
@@ -79,19 +89,27 @@ def show(run: RunName = None, directory: RunsDir = None, as_json: AsJson = False
 def logs(
     run: RunName = None,
     process: Process = None,
+    pool: PoolName = None,
+    replica: ReplicaName = None,
+    follow: Follow = False,
     lines: Lines = 40,
     directory: RunsDir = None,
     as_json: AsJson = False,
 ) -> Answer:
-    """Where each process's log is; with PROCESS the end of it."""
+    """Where each process's log is; of PROCESS, a pool or a replica the end of it."""
     import time
 
-    from rlmix.observe.runs import find_run, log_files, read_tail
+    from rlmix.observe.log_follow import choose_logs
+    from rlmix.observe.runs import find_run, read_tail
     from rlmix.observe.runs_view import logs_table
 
     path = find_run(_root(directory), run)
-    chosen = log_files(path, process)
-    if process is None:
+    chosen = choose_logs(path, process=process, pool=pool, replica=replica)
+    if follow:
+        if as_json:
+            raise ConfigError("runs logs: --follow prints lines as they come; leave out --json")
+        return _followed(path, process=process, pool=pool, replica=replica, lines=lines)
+    if process is None and pool is None and replica is None:
         return Answer(
             document={"run": path.name, "logs": [log.to_dict() for log in chosen]},
             view=lambda: logs_table(chosen, now_s=time.time()),
@@ -110,6 +128,34 @@ def logs(
             "logs": [{**log.to_dict(), "tail": tails[log.process]} for log in chosen],
         },
         view=view,
+    )
+
+
+def _followed(
+    path: Path, *, process: str | None, pool: str | None, replica: str | None, lines: int
+) -> Answer:
+    """Print the last lines, then what comes; Ctrl-C leaves the run alone."""
+    from rlmix.observe.log_follow import Follower, choose_logs
+    from rlmix.observe.log_follow import follow as follow_lines
+    from rlmix.observe.runs import LogFile, is_over, read_tail
+
+    def choose() -> list[LogFile]:
+        return choose_logs(path, process=process, pool=pool, replica=replica)
+
+    follower = Follower(choose)
+    for log in choose():
+        for line in read_tail(log.path, num_lines=lines):
+            typer.echo(f"{log.process}: {line}")
+    num_lines = 0
+    try:
+        for name, line in follow_lines(follower, is_over=lambda: is_over(path)):
+            typer.echo(f"{name}: {line}")
+            num_lines += 1
+    except KeyboardInterrupt:
+        pass
+    return Answer(
+        document={"run": path.name, "followed_lines": num_lines},
+        view=lambda: f"{path.name}: {num_lines} lines followed",
     )
 
 

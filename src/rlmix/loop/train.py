@@ -10,7 +10,7 @@ at once. Either way nothing of the run is left running, and `--resume` continues
 import asyncio
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from rlmix.observe.live_state import state_to_dict
 from rlmix.observe.report import write_report
 from rlmix.observe.run_dir import RunDir
 from rlmix.observe.runs import find_run
+from rlmix.observe.stop_request import LOOK_EVERY_S, forget_stop_requests, take_stop_request
 from rlmix.plan.runplan import RunPlan
 from rlmix.scaling.costs import CostMeter
 from rlmix.tasks.source import open_source
@@ -135,13 +136,27 @@ class _Training:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, interrupt)
+        # Before any child is started: they inherit it, and a terminal may go while they run.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        looking = asyncio.create_task(self._look_for_stop(interrupt), name="stop requests")
         try:
             await self._run()
         except asyncio.CancelledError:
             if not interrupts:
                 raise
             task.uncancel()
+        finally:
+            looking.cancel()
         return "interrupted" if interrupts else "finished"
+
+    async def _look_for_stop(self, interrupt: Callable[[], None]) -> None:
+        """For `rlmix runs stop` on another machine, whose signals do not reach this process."""
+        forget_stop_requests(self.run.path)
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if take_stop_request(self.run.path):
+                self.run.events.append("stop_requested", "rlmix runs stop on another machine")
+                interrupt()
 
     async def _run(self) -> None:
         config, run = self.config, self.run

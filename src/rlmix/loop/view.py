@@ -5,6 +5,7 @@ Reads only; nothing of the run depends on it.
 
 import asyncio
 import contextlib
+import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable
@@ -17,6 +18,7 @@ from rlmix.loop.rollout import Rollout
 from rlmix.loop.training import TrainingLoop
 from rlmix.observe.live import LiveView, open_console
 from rlmix.observe.live_state import EventLine, LiveState, PoolState
+from rlmix.observe.log_follow import DRIVER_LOG
 from rlmix.observe.run_dir import RunDir
 from rlmix.plan.runplan import RunPlan
 from rlmix.pools.fleet import Fleet
@@ -54,7 +56,10 @@ class RunView:
         trace: TracebackType | None,
     ) -> None:
         self.refresh()
-        self._live.__exit__(kind, error, trace)
+        try:
+            self._live.__exit__(kind, error, trace)
+        except OSError:
+            self._leave_terminal()
 
     @property
     def phase(self) -> str:
@@ -72,7 +77,10 @@ class RunView:
         self.refresh()
 
     def note(self, text: str) -> None:
-        self._live.note(text)
+        try:
+            self._live.note(text)
+        except OSError:
+            self._leave_terminal()
 
     def attach(
         self, loop: TrainingLoop, fleet: Fleet, rollout: Rollout, scaling: LiveScaling
@@ -98,7 +106,19 @@ class RunView:
         return stop
 
     def refresh(self) -> None:
-        self._live.update(self.state())
+        try:
+            self._live.update(self.state())
+        except OSError:
+            self._leave_terminal()
+
+    def _leave_terminal(self) -> None:
+        """The terminal is gone and the run goes on: what it prints goes to a file of the run."""
+        self._run.events.append("terminal_lost", f"output goes on in logs/{DRIVER_LOG}")
+        file = os.open(self._run.logs / DRIVER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for fd in (1, 2):
+            os.dup2(file, fd)
+        os.close(file)
+        self._live = LiveView(open_console(is_json=True), is_enabled=False)
 
     def _see_event(self, run_s: float, kind: str, reason: str) -> None:
         if kind not in QUIET_EVENTS:

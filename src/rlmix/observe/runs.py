@@ -23,7 +23,9 @@ from rlmix.observe.manifest import Manifest, read_manifest
 from rlmix.observe.metrics import METRICS_FILE
 from rlmix.observe.report_data import read_document
 from rlmix.observe.run_state import SUMMARY_FILE, RunState, is_run_dir, read_run_state
+from rlmix.observe.stop_request import forget_stop_requests, request_stop
 
+STOP_POLL_S = 0.5
 STOP_LIMIT_S = 120.0
 """Draining waits for turns in flight and writes a checkpoint."""
 
@@ -188,22 +190,20 @@ def read_tail(path: Path, *, num_lines: int) -> list[str]:
 
 
 def stop(path: Path, *, limit_s: float = STOP_LIMIT_S) -> StopResult:
-    """Ask the owner of a run to end it (SIGINT), and wait until it has.
+    """Ask the owner of a run to end it, and wait until it has.
 
-    The signal reaches the very process that holds the run or nobody: its start time is compared
-    after the process was pinned, so a reused pid is never signalled.
+    On this machine by SIGINT, which reaches the very process that holds the run or nobody: its
+    start time is compared after the process was pinned, so a reused pid is never signalled. On
+    another machine by a file in the run's folder.
 
     Raises:
         DataError: `path` is no run directory.
-        ConfigError: the run is owned from another machine.
     """
-    read_manifest(path)
-    if not is_locked(path):
+    if is_over(path):
         return _stopped(path, was_running=False, waited_s=0.0)
     owner = read_owner(path)
     if owner is None or not owner.is_here():
-        where = owner.host if owner else "another machine"
-        raise ConfigError(f"{path.name}: its process runs on {where}; stop it there")
+        return _stop_elsewhere(path, owner, limit_s)
     started_s = time.monotonic()
     if not _interrupt_and_wait(owner, limit_s):
         return StopResult(
@@ -231,6 +231,45 @@ def stop(path: Path, *, limit_s: float = STOP_LIMIT_S) -> StopResult:
             ),
         )
     return _stopped(path, was_running=True, waited_s=time.monotonic() - started_s)
+
+
+def is_over(path: Path) -> bool:
+    """True when no process runs the run. Where locks of other machines are not seen the manifest
+    decides: an attempt of another machine that has no end goes on.
+
+    Raises:
+        DataError: `path` is no run directory.
+    """
+    attempts = read_manifest(path).attempts
+    if is_locked(path):
+        return False
+    owner = read_owner(path)
+    is_open = bool(attempts) and attempts[-1].exit_reason is None
+    return not (is_open and owner is not None and not owner.is_here())
+
+
+def _stop_elsewhere(path: Path, owner: Owner | None, limit_s: float) -> StopResult:
+    host = owner.host if owner else "another machine"
+    started_s = time.monotonic()
+    request_stop(path)
+    while (waited_s := time.monotonic() - started_s) < limit_s:
+        attempts = read_manifest(path).attempts
+        if attempts and attempts[-1].exit_reason is not None:
+            return _stopped(path, was_running=True, waited_s=waited_s)
+        time.sleep(STOP_POLL_S)
+    forget_stop_requests(path)
+    return StopResult(
+        run=path.name,
+        was_running=True,
+        is_stopped=False,
+        state=RunState.RUNNING,
+        waited_s=round(time.monotonic() - started_s, 1),
+        message=(
+            f"the run's process on {host} has not ended within {limit_s:g} s; it may still be "
+            f"draining (`rlmix runs logs {path.name}`), or {host} is gone: then `rlmix train "
+            f"--resume {path.name}` continues it from its last checkpoint"
+        ),
+    )
 
 
 def export_metrics(path: Path) -> str:

@@ -154,14 +154,16 @@ def test_stop_of_a_finished_run_is_no_error(tmp_path: Path) -> None:
     assert (result.was_running, result.message) == (False, "run x is not running (finished)")
 
 
-def test_run_of_another_machine_must_be_stopped_there(
+def test_nobody_here_is_signalled_for_a_run_of_another_machine(
     tmp_path: Path, stubborn: "subprocess.Popen[str]"
 ) -> None:
     lock = tmp_path / "live" / ".lock"
     owner = orjson.loads(lock.read_bytes())
     lock.write_bytes(orjson.dumps({**owner, "host": "node7"}))
-    with pytest.raises(ConfigError, match="runs on node7; stop it there"):
-        runs.stop(tmp_path / "live")
+    result = runs.stop(tmp_path / "live", limit_s=0.2)
+    assert not result.is_stopped
+    assert "process on node7 has not ended" in result.message
+    assert stubborn.poll() is None
 
 
 def test_each_process_has_its_log_and_an_unknown_one_is_named(
