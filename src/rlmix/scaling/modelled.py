@@ -24,6 +24,7 @@ from rlmix.plan.speed import (
 from rlmix.router.step_model import roofline_prior
 from rlmix.scaling.policy import FleetLimits, PolicyRules, PoolLimits
 from rlmix.scaling.service import ReplicaModel, SessionShape
+from rlmix.scaling.swap import SwapRules
 
 TRAINER_REACHED_FRAC = 0.2
 """Share of the peak matrix rate that training of a sparse model reaches. Assumed."""
@@ -253,6 +254,9 @@ def policy_rules(scaling: ScalingConfig) -> PolicyRules:
         kv_high_frac=scaling.kv_high_frac,
         queued_high_frac=scaling.queued_high_frac,
         reprefill_high_frac=scaling.reprefill_high_frac,
+        swap=None
+        if scaling.swap_payback_s is None
+        else SwapRules(payback_s=scaling.swap_payback_s, drain_s=scaling.drain_s),
     )
 
 

@@ -11,6 +11,8 @@ passed; nothing here looks at a clock.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from rlmix.scaling.swap import SwapPool, SwapRules, best_swap
+
 MOST_OPTIMISTIC = 4.0
 """Fitted rates are trusted within this factor of what the fleet is seen to finish."""
 
@@ -110,6 +112,8 @@ class PolicyRules:
     kv_high_frac: float
     queued_high_frac: float
     reprefill_high_frac: float
+    swap: SwapRules | None = None
+    """None: replicas are never exchanged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +122,8 @@ class PolicyState:
 
     short_since_s: float | None = None
     surplus_since_s: float | None = None
+    calm_since_s: float | None = None
+    """Neither a shortage nor a surplus."""
     grown_s: Mapping[str, float] = field(default_factory=dict)
     """Pool -> when it was last told to grow."""
     calibration: float = 1.0
@@ -170,6 +176,7 @@ def decide(
     Source of the order of growing: the replica with the lowest price per trajectory that is still
     missing, price / min(rate, gap): a large replica for a small gap is dear. Of shrinking: the
     replica with the highest price per trajectory whose loss leaves the surplus that is wanted.
+    While supply is right, one exchange between two pools that pays for itself in time (`swap`).
     """
     state = replace(state, calibration=_calibration(seen, state, rules))
     rates = {pool.name: useful_per_s(pool, rules) * state.calibration for pool in seen.pools}
@@ -187,6 +194,10 @@ def decide(
     state = replace(state, surplus_since_s=_since(state.surplus_since_s, has_surplus, seen.now_s))
     if has_surplus and state.surplus_since_s is not None:
         draft.shrink(kept_per_s, state=state, rules=rules)
+    is_calm = not is_short and not is_waiting and not has_surplus
+    state = replace(state, calm_since_s=_since(state.calm_since_s, is_calm, seen.now_s))
+    if is_calm and rules.swap is not None and not draft.changes:
+        draft.swap(wanted_per_s, state=state, rules=rules)
     grown = {c.pool: seen.now_s for c in draft.changes if c.replicas_to > c.replicas_from}
     supply = draft.supply()
     return Decision(
@@ -299,6 +310,55 @@ class _Draft:
             self._left -= 1
         for name, number in before.items():
             self._note(name, number, f"more than the {kept_per_s:.3g} trajectories/s to keep")
+
+    def swap(self, wanted_per_s: float, *, state: PolicyState, rules: PolicyRules) -> None:
+        """Old replicas against new ones of another pool, after calm as long as shrinking wants."""
+        assert rules.swap is not None
+        lasted_s = self._now_s - (state.calm_since_s or 0.0)
+        settled = {name: self._is_settled(name, lasted_s, state, rules) for name in self._pools}
+        if any(pool.starting or pool.draining for pool in self._pools.values()):
+            return
+        pools = [
+            SwapPool(
+                name=name,
+                usd_per_hour=pool.usd_per_hour,
+                per_s=self._rates[name],
+                cold_start_s=pool.cold_start_s,
+                may_leave=self._spare(name, lasted_s, rules) if settled[name] else 0,
+                may_come=self._room(name) if settled[name] else 0,
+            )
+            for name, pool in self._pools.items()
+        ]
+        found = best_swap(
+            pools, supply_per_s=self.supply(), wanted_per_s=wanted_per_s, rules=rules.swap
+        )
+        if found is None:
+            return
+        reason = (
+            f"{found.num_in} {found.into} do the work of {found.num_out} {found.out} for "
+            f"{found.saved_usd_per_hour:.3g} USD/h less; the exchange costs "
+            f"{found.exchange_usd:.3g} USD"
+        )
+        for name, change in ((found.into, found.num_in), (found.out, -found.num_out)):
+            before = self.targets[name]
+            self.targets[name] += change
+            self._note(name, before, reason)
+
+    def _spare(self, name: str, lasted_s: float, rules: PolicyRules) -> int:
+        """Replicas that may go for others; the last of a pool only after the time for that."""
+        lowest = self._lowest(name)
+        if lowest == 0 and lasted_s < rules.zero_delay_s:
+            lowest = 1
+        return min(max(0, self.targets[name] - lowest), self._left)
+
+    def _room(self, name: str) -> int:
+        """Replicas that may come beside all that are there."""
+        before, room = self.targets[name], 0
+        while room < self._left and not self._blocker(name):
+            self.targets[name] += 1
+            room += 1
+        self.targets[name] = before
+        return room
 
     def _is_settled(
         self, name: str, lasted_s: float, state: PolicyState, rules: PolicyRules

@@ -10,11 +10,12 @@ import pytest
 from rlmix.core.errors import DataError
 from rlmix.router.step_model import StepModel
 from rlmix.router.strategies import Ask, Weights, choose_replica, shortest_delay
-from rlmix.scaling.policy import FleetLimits, PolicyRules
+from rlmix.scaling.policy import FleetLimits, PolicyRules, PoolLimits
 from rlmix.scaling.service import ReplicaModel, SessionShape
 from rlmix.scaling.simulated_replicas import Face, LoadTable, Pool, Replica, Session
 from rlmix.scaling.simulated_trainer import Group
 from rlmix.scaling.simulator import Outcome, Scenario, simulate
+from rlmix.scaling.swap import SwapRules
 from rlmix.scaling.traces import read_trace, write_trace
 
 SHAPE = SessionShape(
@@ -234,6 +235,27 @@ def test_pools_follow_a_trainer_that_gets_faster_and_slower_again(batch_frac: fl
     assert scaled.updates_per_h > 1.25 * fixed.updates_per_h
     assert scaled.lost_sessions == 0
     assert scaled.started == accounted(scaled, lost=0)
+
+
+def test_a_scaled_fleet_exchanges_dear_replicas_for_cheap_ones_and_loses_no_session() -> None:
+    """Three slow ones make 3 x 0.667 sessions a second for 9 USD/h; fast ones 1.33 for 5 each."""
+    lines: list[dict[str, Any]] = []
+    changes: dict[str, Any] = {
+        "replicas": {"fast": 1, "slow": 3},
+        "limits": FleetLimits(pools={"slow": PoolLimits(floor=0, may_be_zero=True)}),
+        "step_s": 32.0,
+        "duration_s": 14_400.0,
+        "batch_frac": 0.02,
+    }
+    swap = SwapRules(payback_s=7200.0, drain_s=60.0)
+    kept = run(rules=replace(RULES, surplus_frac=0.9), **changes)
+    swapped = run(lines, rules=replace(RULES, surplus_frac=0.9, swap=swap), **changes)
+    done = [line for line in lines if line["kind"] == "scale" and line["status"] == "done"]
+    assert any(line["targets"].get("fast", 0) > line["from"].get("fast", 0) for line in done)
+    assert swapped.usd_per_hour < kept.usd_per_hour - 0.3
+    assert swapped.updates_per_h == pytest.approx(kept.updates_per_h, rel=0.03)
+    assert swapped.lost_sessions == 0
+    assert swapped.started == accounted(swapped, lost=0)
 
 
 def test_the_emptiest_of_each_pool_stands_for_all_its_replicas() -> None:

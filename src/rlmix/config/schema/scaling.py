@@ -59,6 +59,8 @@ class ScalingConfig:
     in_delay_s: float
     in_cold_starts: float
     zero_delay_s: float
+    swap_payback_s: float | None
+    """An exchange of replicas pays for itself within this; None: none is made."""
     most_changes: int
     every_s: float
     """Between two decisions."""
