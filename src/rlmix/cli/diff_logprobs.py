@@ -23,9 +23,35 @@ Write = Annotated[
 ]
 
 
+From = Annotated[
+    str | None,
+    typer.Option("--run", metavar="RUN", help="Compare what a finished run recorded."),
+]
+File = Annotated[
+    Path | None,
+    typer.Option("--file", metavar="FILE", help="Compare a dump: .jsonl or .safetensors."),
+]
+FileShape = Annotated[
+    str,
+    typer.Option(
+        "--shape",
+        metavar="SHAPE",
+        help="Of the dump: rlmix, verl, slime, miles, trl, vllm, sglang.",
+    ),
+]
+Server = Annotated[
+    str | None,
+    typer.Option("--server", metavar="URL", help="Compare a running SGLang server of model.path."),
+]
+
+
 @answered
 def diff_logprobs(
     overrides: Overrides = None,
+    run: From = None,
+    file: File = None,
+    shape: FileShape = "rlmix",
+    server: Server = None,
     report: Write = None,
     conf_dir: ConfDir = None,
     as_json: AsJson = False,
@@ -39,16 +65,26 @@ def diff_logprobs(
     rlmix diff-logprobs                              the default pools
     rlmix diff-logprobs experiment=exact             nothing may differ
     rlmix diff-logprobs pools=two --report DIR       with a report to keep
+    rlmix diff-logprobs --run RUN                    what a finished run recorded
+    rlmix diff-logprobs --file DUMP --shape verl     what another system recorded
+    rlmix diff-logprobs --server URL                 a real server, prefill and decode
 
-    Exit code 0: every pool is within its canary_tolerance_nats; 1: one is not; 3: not comparable.
+    Exit code 0: every pool is within its canary_tolerance_nats; 1: one is not; 3: not comparable,
+    or beyond the limit and inconclusive.
     """
     from rlmix.config.compose import load_config
 
-    config = load_config("train", list(overrides or []), extra_dir=conf_dir).config
-    from rlmix.cli.diff_view import diff_view
-    from rlmix.diff.compare import compare
+    if sum(one is not None for one in (run, file, server)) > 1:
+        raise ConfigError("diff-logprobs: give one of --run, --file and --server")
+    given = list(overrides or [])
+    if run is not None:
+        from rlmix.cli.train import _overrides_of
 
-    found = compare(ask_of(config), say=lambda line: print(line, file=sys.stderr, flush=True))
+        given = _overrides_of(run, given, conf_dir)
+    config = load_config("train", given, extra_dir=conf_dir).config
+    from rlmix.cli.diff_view import diff_view
+
+    found = _found(config, run=run, file=file, shape=shape, server=server)
     if report is not None:
         from rlmix.diff.report_files import write_report
 
@@ -56,9 +92,29 @@ def diff_logprobs(
     return Answer(document=found.to_dict(), view=lambda: diff_view(found), code=code_of(found))
 
 
+def _found(
+    config: "TrainConfig", *, run: str | None, file: Path | None, shape: str, server: str | None
+) -> "DiffReport":
+    from rlmix.cli import diff_sources
+
+    if run is not None:
+        return diff_sources.of_run(config, run, ask_of(config), say=_say)
+    if file is not None:
+        return diff_sources.of_file(config, file, shape, numerics=_numerics(config), say=_say)
+    if server is not None:
+        return diff_sources.of_server(config, server, numerics=_numerics(config), say=_say)
+    from rlmix.diff.compare import compare
+
+    return compare(ask_of(config), say=_say)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def code_of(found: "DiffReport") -> int:
     """The exit code of a comparison."""
-    if found.obstacles or not found.pools:
+    if found.obstacles or not found.pools or not found.is_conclusive:
         return ExitCode.NOT_COMPARABLE
     return ExitCode.GOOD if found.is_within else ExitCode.CHECK_FAILED
 
@@ -115,9 +171,9 @@ def ask_of(config: "TrainConfig") -> "DiffAsk":
         session_tokens=diff.session_tokens,
         seed=config.run.seed,
         diagnose=diff.diagnose,
-        traced_texts=diff.traced_texts,
         least_share=diff.least_share,
         limits=limits,
+        source=f"{diff.sessions} sessions sampled by each pool",
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlmix.diff.diagnose import causes_of, replayed
+from rlmix.diff.diagnose import Diagnosis, causes_of, replayed
 from rlmix.diff.findings import Thresholds
 from rlmix.diff.gate import (
     Obstacle,
@@ -25,7 +25,7 @@ from rlmix.diff.gate import (
     weight_obstacles,
 )
 from rlmix.diff.pool import EmbeddedPool, PoolAsk, write_view
-from rlmix.diff.report_data import Cause, DiffReport, PoolFinding
+from rlmix.diff.report_data import DiffReport, PoolFinding
 from rlmix.diff.signatures import signatures
 from rlmix.diff.statistics import Gap, gap
 from rlmix.diff.texts import Recorded, positions_of
@@ -51,6 +51,7 @@ class DiffAsk:
     """What to compare."""
 
     model: Path
+    """Folder with tokenizer and chat template; also the weights where `weights` is None."""
     pools: tuple[PoolAsk, ...]
     numerics: str
     """As in `TrainerSpec`."""
@@ -59,9 +60,14 @@ class DiffAsk:
     session_tokens: int
     seed: int
     diagnose: bool
-    traced_texts: int
     least_share: float
     limits: Thresholds
+    source: str
+    """Where the texts come from, for people."""
+    weights: Path | None = None
+    """Folder of BF16 weights and config.json; None: the model's own."""
+    recorded: tuple[Recorded, ...] = ()
+    """Texts of a run, at least one of each pool; empty: the pools sample now."""
 
 
 def compare(ask: DiffAsk, *, say: Callable[[str], None] = lambda _: None) -> DiffReport:
@@ -74,18 +80,22 @@ def compare(ask: DiffAsk, *, say: Callable[[str], None] = lambda _: None) -> Dif
     """
     torch.set_num_threads(1)
     say("loading the trainer")
-    trainer = TrainerSide.load(ask.model, numerics=ask.numerics, temperature=ask.temperature)
+    weights = ask.weights or ask.model
+    trainer = TrainerSide.load(weights, numerics=ask.numerics, temperature=ask.temperature)
     renderer = ChatRenderer(ask.model)
     state = trainer.policy.state()
     findings, obstacles, noise_texts = [], [], []
     with tempfile.TemporaryDirectory(prefix="rlmix-diff-") as scratch:
         for pool_ask in ask.pools:
-            folder = write_view(ask.model, state, pool_ask.view, Path(scratch) / pool_ask.view)
+            folder = write_view(weights, state, pool_ask.view, Path(scratch) / pool_ask.view)
             pool = EmbeddedPool(pool_ask, folder, temperature=ask.temperature)
-            say(f"pool {pool_ask.name}: sampling")
-            texts = pool.sample(
-                renderer, sessions=ask.sessions, tokens=ask.session_tokens, seed=ask.seed
-            )
+            if ask.recorded:
+                texts = [text for text in ask.recorded if text.pool == pool_ask.name]
+            else:
+                say(f"pool {pool_ask.name}: sampling")
+                texts = pool.sample(
+                    renderer, sessions=ask.sessions, tokens=ask.session_tokens, seed=ask.seed
+                )
             noise_texts += texts[:1]
             found = [
                 *setting_obstacles(trainer.side.settings, pool.settings(), name=pool_ask.name),
@@ -130,9 +140,11 @@ def _compare_pool(
 ) -> PoolFinding:
     shape = trainer.side.shape
     scored = trainer.score(texts)
-    trainer_P = torch.cat(
-        [row[positions_of(text)] for row, text in zip(scored, texts, strict=True)]
-    )
+    if any(text.kept is not None for text in texts):
+        trainer_P = torch.cat(replayed(trainer.side, texts))
+    else:
+        whole = zip(scored, texts, strict=True)
+        trainer_P = torch.cat([row[positions_of(text)] for row, text in whole])
     recorded_P = torch.cat([torch.from_numpy(text.logprobs_P) for text in texts])
     positions_P = np.concatenate([np.array(text.sampled) for text in texts])
     shifted = {shift: _shifted(scored, texts, shift) for shift in (-1, 0, 1)}
@@ -148,12 +160,9 @@ def _compare_pool(
         return gap(first.numpy(), second.numpy(), positions_P)
 
     total = edge(trainer_P, recorded_P)
-    causes: tuple[Cause, ...] = ()
-    heat, assembly = None, None
+    told = None
     if ask.diagnose and total.mismatch_count:
-        causes, heat, assembly = _diagnose(ask, trainer, pool, texts, scored)
-    elif ask.diagnose:
-        assembly = 0.0
+        told = _diagnose(ask, trainer, pool, texts, scored)
     d_P = (trainer_P.double() - recorded_P.double()).numpy()
     tile = ask.limits.tile
     return PoolFinding(
@@ -167,10 +176,11 @@ def _compare_pool(
         },
         tolerance_nats=pool.ask.tolerance_nats,
         must_be_equal=ask.numerics != "native",
-        causes=causes,
+        causes=() if told is None else told.causes,
         hints=tuple(signatures(d_P, trainer_P.double().numpy(), positions_P, tile=tile)),
-        assembly_max_abs=assembly,
-        heat_LT=heat,
+        assembly_max_abs=None if told is None else told.assembly_max_abs,
+        first_difference=None if told is None else told.first_difference,
+        heat_LT=None if told is None else told.heat_LT,
         trainer_P=trainer_P.numpy(),
         recorded_P=recorded_P.numpy(),
         positions_P=positions_P,
@@ -184,7 +194,7 @@ def _diagnose(
     pool: EmbeddedPool,
     texts: list[Recorded],
     scored: list[Tensor],
-) -> tuple[tuple[Cause, ...], np.ndarray, float]:
+) -> Diagnosis:
     """The worst text by mean difference decides."""
     gaps = [
         float((row[positions_of(text)] - torch.from_numpy(text.logprobs_P)).abs().mean())
@@ -237,7 +247,7 @@ def _report(
             np.concatenate([one.positions_P for one in findings]),
         )
     return DiffReport(
-        source=f"{ask.sessions} sessions sampled by each pool",
+        source=ask.source,
         tokens=0 if total is None else total.tokens,
         mismatch_count=0 if total is None else total.mismatch_count,
         total=total,

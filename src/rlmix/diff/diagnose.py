@@ -1,6 +1,7 @@
 """Stages 3 to 6 for one pool: traces, same-input replay, causes and their shares."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -8,10 +9,25 @@ import torch
 from rlmix.diff.advice import next_experiment
 from rlmix.diff.findings import Thresholds
 from rlmix.diff.judge import Finding, replay
-from rlmix.diff.program import Place, Side, Text, Trace, run, trace
+from rlmix.diff.program import Place, Side, Text, Trace, run_whole, trace
 from rlmix.diff.report_data import Cause
 from rlmix.diff.shares import effects
-from rlmix.diff.texts import Recorded, positions_of
+from rlmix.diff.texts import Recorded, on_kept_sets, positions_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnosis:
+    """What stages 3 to 6 say of one text."""
+
+    causes: tuple[Cause, ...]
+    """Largest share first; those below the least share are left out unless none is left."""
+    heat_LT: np.ndarray
+    """float32 [layers, tokens], relative distance of the two residual streams."""
+    assembly_max_abs: float
+    """Largest difference between B's operators in order and what B recorded, nats."""
+    first_difference: str | None
+    """First operator whose results differ when each side goes its own way; only the first of
+    several causes shows there."""
 
 
 def text_of(recorded: Recorded) -> Text:
@@ -26,14 +42,8 @@ def causes_of(
     limits: Thresholds,
     *,
     least_share: float,
-) -> tuple[tuple[Cause, ...], np.ndarray, float]:
-    """Operators of B that differ from A's on A's inputs, with their shares of the difference.
-
-    Returns:
-        Causes, largest share first, those below `least_share` left out unless nothing is left;
-        [layers, tokens] relative distance of the two residual streams; the largest difference
-        between B's operators in order and what B recorded, nats.
-    """
+) -> Diagnosis:
+    """Operators of B that differ from A's on A's inputs, with their shares of the difference."""
     text = text_of(recorded)
     places = positions_of(recorded)
     seen = trace(a, text)
@@ -63,8 +73,17 @@ def causes_of(
     causes.sort(key=lambda cause: -cause.share)
     told = tuple(cause for cause in causes if cause.share >= least_share) or tuple(causes)
     recorded_P = torch.from_numpy(recorded.logprobs_P)
-    gap = float((other.logprobs_T[places] - recorded_P).abs().max())
-    return told, heat(seen, other), gap
+    own_P = other.logprobs_T[places]
+    if recorded.kept is not None:
+        logits = other.at(Place("head", -1)).outputs["logits"]
+        own_P = on_kept_sets(logits, recorded, temperature=float(b.settings["temperature"]))
+    gap = float((own_P - recorded_P).abs().max())
+    return Diagnosis(
+        causes=told,
+        heat_LT=heat(seen, other),
+        assembly_max_abs=gap,
+        first_difference=first_difference(seen, other),
+    )
 
 
 def _strength(finding: Finding) -> float:
@@ -84,17 +103,26 @@ def heat(seen: Trace, other: Trace) -> np.ndarray:
     return np.stack(rows).astype(np.float32)
 
 
-def first_difference(seen: Trace, other: Trace) -> Place | None:
-    """The first operator whose outputs differ when each side goes its own way."""
+def first_difference(seen: Trace, other: Trace) -> str | None:
+    """See `Diagnosis`."""
     for one, two in zip(seen.steps, other.steps, strict=True):
         names = one.outputs.keys()
         if any(
             not torch.equal(one.outputs[name].float(), two.outputs[name].float()) for name in names
         ):
-            return one.place
+            return str(one.place)
     return None
 
 
 def replayed(side: Side, texts: Sequence[Recorded]) -> list[torch.Tensor]:
-    """Logprobs of the sampled tokens of each text through a side's operators."""
-    return [run(side, text_of(one))[positions_of(one)] for one in texts]
+    """Logprobs of the sampled tokens of each text through a side's operators, within their kept
+    sets where those were recorded."""
+    found = []
+    for one in texts:
+        registers = run_whole(side, text_of(one))
+        if one.kept is None:
+            found.append(registers["logprobs"][positions_of(one)])
+        else:
+            temperature = float(side.settings["temperature"])
+            found.append(on_kept_sets(registers["logits"], one, temperature=temperature))
+    return found

@@ -184,12 +184,17 @@ def start_of(text: Text) -> dict[str, Tensor]:
 
 def run(side: Side, text: Text) -> Tensor:
     """Logprobs of a text's tokens from the second on, float32 [T - 1]."""
+    return run_whole(side, text)["logprobs"][:-1]
+
+
+def run_whole(side: Side, text: Text) -> dict[str, Tensor]:
+    """The registers at the end of a text's way through a side, `logits` among them."""
     registers = start_of(text)
     for place in places(side.shape):
         registers |= run_operator(side, place, registers)
         if place.name == "combine":
             del registers["experts"]  # The next layer may be dense.
-    return registers["logprobs"][:-1]
+    return registers
 
 
 def trace(side: Side, text: Text) -> Trace:

@@ -49,6 +49,8 @@ class PoolFinding:
     hints: tuple[str, ...]
     assembly_max_abs: float | None
     """Largest difference of the operators in order to the real decode; None: not diagnosed."""
+    first_difference: str | None
+    """See `diagnose.Diagnosis`."""
     heat_LT: np.ndarray | None
     """float32 [layers, tokens of the traced text], relative distance of the residual stream."""
     trainer_P: np.ndarray
@@ -97,6 +99,7 @@ class PoolFinding:
             "tolerance_nats": 0.0 if self.must_be_equal else self.tolerance_nats,
             "is_within": self.is_within,
             "assembly_max_abs": self.assembly_max_abs,
+            "first_difference": self.first_difference,
         }
 
 
@@ -122,6 +125,11 @@ class DiffReport:
     @property
     def is_within(self) -> bool:
         return all(pool.is_within for pool in self.pools)
+
+    @property
+    def is_conclusive(self) -> bool:
+        """False when a pool is beyond its limit and nobody can say why."""
+        return all(p.is_within or p.main_class != UNKNOWN or not p.is_judged for p in self.pools)
 
     def to_dict(self) -> dict[str, object]:
         total = {} if self.total is None else self.total.to_dict()

@@ -6,9 +6,10 @@ import pytest
 
 from rlmix.diff.faults import FROZEN, Fault, planted
 from rlmix.diff.judge import replay
+from rlmix.diff.lab import ground, sides, text
 from rlmix.diff.later_faults import LATER
 from rlmix.diff.program import run, trace
-from tests.unit.diff.lab import ground, limits, sides, text
+from tests.unit.diff.lab import limits
 
 ALL = FROZEN + LATER
 PAIRS = (

@@ -8,6 +8,7 @@ import torch
 
 from rlmix.diff.compare import DiffAsk, compare
 from rlmix.diff.gate import setting_obstacles, shift_obstacle, text_obstacles, weight_obstacles
+from rlmix.diff.lab import ground, sides, text
 from rlmix.diff.pool import EmbeddedPool, PoolAsk, write_view
 from rlmix.diff.program import Place, Text, places, run, swapped, trace
 from rlmix.diff.shares import effects
@@ -15,7 +16,7 @@ from rlmix.diff.texts import Recorded
 from rlmix.diff.trainer_side import TrainerSide
 from rlmix.model.bundle import resolve_model
 from rlmix.model.chat import ChatRenderer
-from tests.unit.diff.lab import ground, limits, sides, text
+from tests.unit.diff.lab import limits
 
 MODEL = resolve_model("bundled:tiny")
 FORMATS = (
@@ -47,9 +48,9 @@ def ask(*pools: PoolAsk, numerics: str = "native", diagnose: bool = True) -> Dif
         session_tokens=48,
         seed=0,
         diagnose=diagnose,
-        traced_texts=1,
         least_share=0.02,
         limits=limits(),
+        source="the test",
     )
 
 

@@ -10,7 +10,8 @@ class DiffConfig:
     session_tokens: int
     """That a session samples at most."""
     diagnose: bool
-    traced_texts: int
+    tolerance_nats: float
+    """For samplers that are no pool of the configuration."""
     least_share: float
     """Of a difference from which on an operator is named."""
     order_ratio_low: float
