@@ -9,7 +9,7 @@ head, and the gradients of both, in a process of its own on one thread. `_mib` i
 peak resident memory (torch itself included), `_s` its CPU seconds for loss and gradients, so that a
 busy machine disturbs them little; loss and gradients of all contestants must agree.
 
-ours        blocks of tokens by ids, recomputed in the backward pass; entropy too
+ours        blocks of tokens by ids, all but the first recomputed in the backward pass; entropy too
 kept        ours with mis and score centering over recorded kept sets (another loss: the default)
 dense       plain PyTorch: all logits, log_softmax, gather
 in_forward  plain PyTorch for 256 tokens at a time, gradients formed at once
@@ -141,7 +141,9 @@ def kept(inputs: Inputs) -> float:
     from rlmix.algos.losses import token_terms
     from rlmix.algos.support import Support, on_kept_set
 
-    found = head_scores(inputs.hidden_PH, inputs.head_VH, inputs.kept_PK, temperature=TEMPERATURE)
+    found = head_scores(
+        inputs.hidden_PH, inputs.head_VH, inputs.kept_PK, temperature=TEMPERATURE, kept_scores=0
+    )
     is_slot_PK = torch.ones_like(inputs.kept_PK, dtype=torch.bool)
     trainer_P, trainer_PK = on_kept_set(found.scores_PK[:, 0], found.scores_PK, is_slot_PK)
     sampler_PK = (trainer_PK.detach() + 0.2).log_softmax(1)

@@ -1,10 +1,10 @@
 """What a loss needs of a distribution over the vocabulary, without a [tokens, vocabulary] tensor.
 
 Hidden states meet the head in blocks of tokens by ids; a block's scores are used and overwritten by
-the next. The backward pass computes them a second time, so it does not matter what the loss does
-with the results, whole sequences included.
+the next. The backward pass computes them a second time, save for the first few, which are kept, so
+it does not matter what the loss does with the results, whole sequences included.
 
-Invariants: working memory is a few blocks, whatever the number of tokens and the vocabulary; sums
+Invariants: working memory is bounded, whatever the number of tokens and the vocabulary; sums
 over the vocabulary and over tokens are kept in the compute dtype and rounded to the parameter's
 once; blocks are visited in one order, so a repetition gives the same bits.
 """
@@ -29,6 +29,11 @@ VOCAB_CHUNK = 2048
 WHOLE_SCORES = 2**22
 """Tokens times vocabulary up to which plain autograd keeps all scores (16 MiB each of a few
 copies): nothing is computed twice, and it is no more memory than the blocks need."""
+
+KEPT_SCORES = 2**25
+"""Scores of the first blocks that are kept for the backward pass instead of being computed again
+(128 MiB in float32). With a wide hidden state products decide the time, and this is a quarter of
+them wherever tokens times vocabulary is no more than that."""
 
 PAIR_CHUNK = 4096
 """(token, id) pairs whose head rows and hidden states are held at a time when only they have a
@@ -58,6 +63,7 @@ def head_scores(
     token_chunk: int = TOKEN_CHUNK,
     vocab_chunk: int = VOCAB_CHUNK,
     whole_scores: int = WHOLE_SCORES,
+    kept_scores: int = KEPT_SCORES,
 ) -> HeadScores:
     """Scores of ids, normaliser and entropy of the distribution that predicts each token.
 
@@ -70,6 +76,8 @@ def head_scores(
         is_slot_PK: bool [P, K], the slots asked for; None: all.
         token_chunk, vocab_chunk: size of a block; changes rounding only.
         whole_scores: P * V up to which all scores are kept; changes rounding only.
+        kept_scores: beyond, how many are kept; changes no bit. 0 where the loss needs the gradients
+            of asked scores only (exact kept sets): then none is computed again anyway.
     Returns:
         `HeadScores` in float32, or float64 when the hidden states are float64.
     Raises:
@@ -90,7 +98,9 @@ def head_scores(
         token_chunk=token_chunk,
         vocab_chunk=vocab_chunk,
     )
-    return HeadScores(*_Chunked.apply(hidden_PH, weight_VH, bias_V, blocks, temperature))
+    return HeadScores(
+        *_Chunked.apply(hidden_PH, weight_VH, bias_V, blocks, temperature, kept_scores)
+    )
 
 
 def _check(
@@ -141,6 +151,10 @@ class _Block:
     rows_N: Tensor
     cols_N: Tensor
     """Counted from the block's corner."""
+
+    @property
+    def corner(self) -> tuple[int, int]:
+        return self.rows.start, self.ids.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,19 +270,25 @@ class _Chunked(torch.autograd.Function):
         bias_V: Tensor | None,
         blocks: _Blocks,
         temperature: float,
+        kept_scores: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         scorer = _Scorer(hidden_PH, weight_VH, bias_V, temperature=temperature, size=blocks.size)
         picked_PK = scorer.hidden_PH.new_zeros(blocks.shape_PK)
         running = _Running(scorer.hidden_PH, blocks.size)
+        room = kept_scores if any(ctx.needs_input_grad) else 0
+        kept: dict[tuple[int, int], Tensor] = {}
         for ids, column in blocks.columns():
             scorer.take(ids)
             for block in column:
                 scores = scorer.scores(block.rows)
                 picked_PK.view(-1)[block.places_N] = scores[block.rows_N, block.cols_N]
+                if scores.numel() <= room:
+                    room -= scores.numel()
+                    kept[block.corner] = scores.clone()
                 running.add(block.rows, scores)
         normaliser_P, entropy_P = running.results()
         ctx.save_for_backward(hidden_PH, weight_VH, bias_V, normaliser_P, entropy_P)
-        ctx.blocks, ctx.temperature = blocks, temperature
+        ctx.blocks, ctx.temperature, ctx.kept = blocks, temperature, kept
         ctx.set_materialize_grads(False)
         return picked_PK, normaliser_P, entropy_P
 
@@ -297,8 +317,10 @@ class _Chunked(torch.autograd.Function):
                         _add_pairs(grad_hidden_PH, grad_weight, grad_bias, scorer, block, asked_N)
                     continue
                 rows = block.rows
+                # Taken out, for it is overwritten: a second backward pass computes it again.
+                scores = ctx.kept.pop(block.corner, None)
                 grad = _score_gradients(
-                    scorer.scores(rows),
+                    scorer.scores(rows) if scores is None else scores,
                     normaliser_P[rows],
                     None if grad_normaliser_P is None else grad_normaliser_P[rows],
                     entropy_P[rows],
@@ -314,7 +336,7 @@ class _Chunked(torch.autograd.Function):
             if grad_bias_V is not None:
                 grad_bias_V[ids] = grad_bias.div_(ctx.temperature)
         grad_hidden_PH.div_(ctx.temperature)
-        return grad_hidden_PH.to(hidden_PH.dtype), grad_weight_VH, grad_bias_V, None, None
+        return grad_hidden_PH.to(hidden_PH.dtype), grad_weight_VH, grad_bias_V, None, None, None
 
 
 class _Running:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlmix.algos.chunked_head import HeadScores, head_scores
+from rlmix.algos.chunked_head import KEPT_SCORES, HeadScores, head_scores
 from rlmix.algos.corrections import in_compute_dtype
 from rlmix.algos.support import Support, kept_mask, on_kept_set, on_vocabulary
 from rlmix.batch.packing import MicroBatch
@@ -240,8 +240,13 @@ class Policy:
         is_slot_PK: Tensor | None = None,
         *,
         temperature: float,
+        is_exact: bool = False,
     ) -> HeadScores:
-        """Scores of ids beside normaliser and entropy, see `algos.chunked_head.head_scores`."""
+        """Scores of ids beside normaliser and entropy, see `algos.chunked_head.head_scores`.
+
+        Args:
+            is_exact: no gradient will come through normaliser and entropy.
+        """
         return head_scores(
             hidden_PH,
             self._head.weight,
@@ -249,6 +254,7 @@ class Policy:
             temperature=temperature,
             bias_V=self._head.bias,
             is_slot_PK=is_slot_PK,
+            kept_scores=0 if is_exact else KEPT_SCORES,
         )
 
     def token_logprobs(
@@ -266,7 +272,13 @@ class Policy:
         def body() -> tuple[Tensor, Tensor, Tensor, RoutingTally | None]:
             hidden_BTH, routing = self._replayed_hidden(batch)
             hidden_PH = hidden_BTH[rows_P, cols_P - 1]
-            found = self.scores(hidden_PH, asked.ids_PK, asked.is_slot_PK, temperature=temperature)
+            found = self.scores(
+                hidden_PH,
+                asked.ids_PK,
+                asked.is_slot_PK,
+                temperature=temperature,
+                is_exact=batch.kept_logprobs_PK is not None and batch.kept_exact and replay,
+            )
             return found.scores_PK, found.normaliser_P, found.entropy_P, routing
 
         *parts, routing = self.gathered(body)

@@ -7,7 +7,7 @@ from rlmix.trainer.policy import Policy
 class InBlocks(Policy):
     """Takes no shortcut for few scores; blocks divide neither tokens nor vocabulary."""
 
-    def scores(self, hidden_PH, ids_PK, is_slot_PK=None, *, temperature):
+    def scores(self, hidden_PH, ids_PK, is_slot_PK=None, *, temperature, is_exact=False):
         return head_scores(
             hidden_PH,
             self._head.weight,
@@ -18,4 +18,5 @@ class InBlocks(Policy):
             token_chunk=13,
             vocab_chunk=100,
             whole_scores=0,
+            kept_scores=0 if is_exact else 3_000,  # Some of the blocks.
         )
