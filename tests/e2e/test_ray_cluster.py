@@ -194,3 +194,24 @@ def fake_provider(kinds: dict[str, Any]) -> dict[str, Any]:
     example = Path(ray.__file__).parent / "autoscaler/_private/fake_multi_node/example.yaml"
     base: dict[str, Any] = yaml.safe_load(example.read_text())
     return {**base, "available_node_types": kinds, "max_workers": 1, "idle_timeout_minutes": 1}
+
+
+def test_doctor_asks_every_node_in_one_table(clusters: Callable[..., Any], tmp_path: Path) -> None:
+    cluster, _ = clusters({"num_cpus": 2}, {"num_cpus": 2})
+    done = subprocess.run(
+        [
+            str(Path(sys.executable).with_name("rlmix")), "doctor", "--json",
+            f"launch.address={cluster.address}", f"run.dir={tmp_path / 'shared'}",
+        ],
+        env=environment(), capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    document = json.loads(done.stdout)
+    assert len(document["nodes"]) == 2, done.stderr[-3000:]
+    assert [node["error"] for node in document["nodes"]] == [None, None]
+    for node in document["nodes"]:
+        assert node["store"]["is_shared"] is True
+        assert abs(node["skew_s"]) < 1.0
+        assert node["packages"]["ray"]
+    needed = [check for check in document["checks"] if check["is_needed"] and not check["ok"]]
+    assert done.returncode == (1 if needed else 0)
+    assert not list((tmp_path / "shared").iterdir())

@@ -54,7 +54,7 @@ ALLOWED: dict[str, str] = {
 HEAVY: dict[str, tuple[str, ...]] = {
     "torch": ("algos", "numerics", "engine", "batch", "weights", "trainer", "model", "diff", "studies"),
     "transformers": ("model", "trainer", "diff"),
-    "ray": ("launch/ray.py",),
+    "ray": ("launch/ray.py", "launch/each_node.py"),
     "hydra": ("config/compose.py",),
     "omegaconf": ("config/compose.py",),
     "sglang": ("engine",),
