@@ -43,8 +43,6 @@ def saturation(looks: Sequence[Load], *, places: int) -> dict[str, Any]:
         "mean_busy_frac": round(sum(one.running for one in looks) / count / places, 4),
         "peak_busy_frac": round(max(one.running for one in looks) / places, 4),
         "mean_queued": round(sum(one.queued for one in looks) / count, 3),
-        "full_frac": round(
-            sum(one.queued > 0 or one.running >= places for one in looks) / count, 4
-        ),
+        "full_frac": round(sum(one.running + one.queued >= places for one in looks) / count, 4),
         "mean_tokens_per_s": round(sum(one.tokens_per_s for one in looks) / count, 1),
     }

@@ -146,8 +146,8 @@ def engine_line(facts: Mapping[str, Any]) -> str:
         return (
             f"Engines: {engine['replicas']} of {engine['engine']}, weights {engine['weights']}, KV "
             f"{engine['kv']}; {said['mean_busy_frac']:.0%} of {said['places']} places busy on "
-            f"average, {said['peak_busy_frac']:.0%} at most, full or queued "
-            f"{said['full_frac']:.0%} of the time."
+            f"average, {said['peak_busy_frac']:.0%} at most, full "
+            f"{said['full_frac']:.0%} of the time, {said['mean_queued']:.1f} requests waiting."
         )
     if engine.get("engine") == "endpoint":
         return (

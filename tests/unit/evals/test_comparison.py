@@ -80,7 +80,10 @@ def test_saturation_is_told_beside_the_score() -> None:
     assert (found["peak_busy_frac"], found["mean_queued"], found["full_frac"]) == (1.0, 1.0, 0.6667)
     engine = {"engine": "embedded", "replicas": 2, "weights": "bf16", "kv": "bf16"}
     line = engine_line({"engine": {**engine, "saturation": found}})
-    assert "83% of 8 places busy on average, 100% at most, full or queued 67% of the time" in line
+    assert (
+        "83% of 8 places busy on average, 100% at most, full 67% of the time, 1.0 requests waiting"
+        in line
+    )
     assert saturation([], places=8) == {"places": 8, "looks": 0}
 
 
