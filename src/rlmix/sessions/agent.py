@@ -233,11 +233,12 @@ class _Session:
 
         The agent's when its own commands took the larger part of the session; ours when waiting
         for tokens did, and then a 0 would teach the policy about our load. Where what is there at
-        the limit is judged, nothing is lost, and the time counts whoever took it.
+        the limit is judged, turns that were slow but came count as time; one turn that was waited
+        for half of the session is a fault all the same.
         """
-        if self.spec.grade_unsubmitted:
-            return _Ended(StopReason.TIME_LIMIT)
         limit_s = self.spec.time_limit_s
+        if self.spec.grade_unsubmitted and waited_s <= limit_s / 2:
+            return _Ended(StopReason.TIME_LIMIT)
         engine_s = self.model_s + waited_s
         if engine_s > limit_s / 2:
             return _Ended(

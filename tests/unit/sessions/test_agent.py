@@ -279,6 +279,14 @@ def test_waiting_for_the_engine_until_the_time_is_up_is_void(lab: Lab) -> None:
     assert "of the session's 0.5 s" in done.void_reason
 
 
+def test_where_what_is_there_is_judged_a_turn_that_never_comes_is_void_all_the_same(
+    lab: Lab,
+) -> None:
+    spec = replace(SPEC, time_limit_s=0.5, grade_unsubmitted=True)
+    done = lab.run(said("true"), spec=spec, faults=("hang",))
+    assert end_of(done) == (StopReason.ENGINE_LOST, Outcome.VOID, 0.0)
+
+
 @pytest.mark.parametrize("faults", [("cut",), ("abort",) * 3, ("error",), ("wrong_mask",)])
 def test_a_fault_of_the_engine_is_void_with_its_reason(lab: Lab, faults: tuple[str, ...]) -> None:
     done = lab.run(said("true"), faults=faults)
