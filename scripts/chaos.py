@@ -48,7 +48,7 @@ SETTINGS = (
     "experiment=tiny", "+pool@pools.h100=embedded_h100", "loop.eval_tasks=0",
     "loop.checkpoint_every=1", f"launch.stall_timeout_s={STALL_S}", "launch.loads_every_s=0.5",
     "launch.max_restarts=50", "launch.restart_delay_s=0.2", "launch.update_timeout_s=30",
-    "launch.boot_timeout_s=90", "scaling.drain_s=20", "weights.keep=3",
+    "launch.boot_timeout_s=90", "scaling.drain_s=20",
 )  # fmt: skip
 
 
@@ -415,8 +415,8 @@ def run(options: argparse.Namespace, root: Path) -> dict[str, Any] | None:
     def left_s() -> float:
         return float(options.piece_s - (time.monotonic() - started_s))
 
-    scene.start()
     try:
+        scene.start()
         for number, kind in list(enumerate(planned))[len(scene.done) :]:
             due = 1 + number * (options.steps - 2) // len(planned)
             while scene.step() < due and left_s() > PIECE_MARGIN_S:
@@ -443,6 +443,8 @@ def run(options: argparse.Namespace, root: Path) -> dict[str, Any] | None:
     finally:
         if scene.process is not None and scene.process.poll() is None:
             scene.process.kill()
+    if not (scene.path / "events.jsonl").exists():
+        raise SystemExit(f"chaos: {'; '.join(problems)}")
     result = checked(scene)
     deadline_s = time.monotonic() + 30.0
     while (left := scene.leftovers()) and time.monotonic() < deadline_s:
