@@ -124,6 +124,9 @@ class EndpointAgent:
                 async with asyncio.timeout_at(asyncio.get_running_loop().time() + task.agent_s):
                     reason = await self._work(conversation, sandbox, number, until_s)
             except TimeoutError:
+                if conversation.waiting_s() > task.agent_s / 2:
+                    text = f"one answer did not come in {conversation.waiting_s():.0f} s"
+                    return conversation.answer(b"", "engine_lost", void_reason=text)
                 reason = StopReason.TIME_LIMIT.value
             except _Busy as error:
                 return conversation.answer(b"", "engine_lost", void_reason=str(error))
@@ -138,12 +141,13 @@ class EndpointAgent:
     ) -> str:
         sampling, misses = self._sampling, 0
         for _ in range(sampling.max_turns):
-            started_s = time.monotonic()
+            conversation.asked_s = time.monotonic()
             try:
                 message = await self._ask(conversation, number)
             except _Full:
                 return StopReason.TOKEN_LIMIT.value
-            conversation.model_s += time.monotonic() - started_s
+            conversation.model_s += conversation.waiting_s()
+            conversation.asked_s = None
             call_id, command = command_of(message)
             if command is None:
                 misses += 1
@@ -216,6 +220,11 @@ class _Conversation:
         self.num_turns = 0
         self.num_tokens = 0
         self.model_s = 0.0
+        self.asked_s: float | None = None
+        """When the turn under way was asked for; None while a command runs."""
+
+    def waiting_s(self) -> float:
+        return 0.0 if self.asked_s is None else time.monotonic() - self.asked_s
 
     def read(self, text: str) -> dict[str, Any]:
         """The message of an answer.

@@ -260,3 +260,26 @@ def test_a_probe_tells_network_and_history() -> None:
     assert open_one.network == ("1.1.1.1/53", "eth0")
     assert open_one.history["elsewhere"] == 2
     assert not read_probe("t", "commits 1\n").is_clean
+
+
+def test_an_endpoint_that_hangs_for_most_of_the_time_makes_the_attempt_void(
+    tmp_path: Path,
+) -> None:
+    task = replace(TASKS.tasks[0], agent_s=1.0)
+
+    async def run() -> Answer:
+        async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()  # Until the client gives up.
+            writer.close()
+
+        server = await asyncio.start_server(never, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        agent = EndpointAgent(f"http://127.0.0.1:{port}", model="m", sampling=SAMPLING)
+        try:
+            return await with_backend(tmp_path, lambda backend: agent.answer(task, 0, backend))
+        finally:
+            await agent.close()
+            server.close()
+
+    answer = asyncio.run(run())
+    assert answer.void_reason.startswith("one answer did not come in")
