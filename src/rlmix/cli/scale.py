@@ -106,7 +106,9 @@ def scale_pools(
     """
     replicas, overrides = split_arguments(arguments or [])
     if dry_run + simulate + (tune is not None) > 1:
-        raise ConfigError("scale pools: got two of --dry-run, --simulate, --tune; choose one")
+        raise ConfigError(
+            "scale pools: got two of --dry-run, --simulate and --tune; choose one of them"
+        )
     if (knob or load or sessions) and tune is None:
         raise ConfigError("scale pools: --knob, --load and --sessions need --tune")
     if (trace_in or trace_out) and not simulate:

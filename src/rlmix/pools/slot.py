@@ -33,7 +33,8 @@ from rlmix.pools.spec import (
     SlotState,
     UpdateReport,
 )
-from rlmix.pools.watching import Gone, until_gone
+from rlmix.pools.status import status_of
+from rlmix.pools.watching import Gone, until_due, until_gone
 from rlmix.router.client import RouterAdmin
 from rlmix.weights.store import version_dir
 
@@ -215,29 +216,7 @@ class Slot:
                 await self._stop_replica()
 
     def status(self) -> ReplicaStatus:
-        load = self.load if self.is_serving else None
-        return ReplicaStatus(
-            name=self.spec.name,
-            pool=self.spec.pool,
-            state=self.state,
-            reason=self.reason,
-            incarnation=self.incarnation,
-            version=self.version,
-            url=None if self.info is None else self.info.url,
-            pid=None if self.info is None else self.info.pid,
-            running=0 if load is None else load.running,
-            queued=0 if load is None else load.queued,
-            tokens_per_s=0.0 if load is None else load.tokens_per_s,
-            kv_used_frac=0.0 if load is None else load.kv_used_frac,
-            restarts=self.restarts,
-            since_s=time.monotonic() - self._since_s,
-            is_held=self.is_held,
-            is_leaving=self.is_leaving,
-            is_routed=self.routed_version is not None,
-            has_served=self.has_served,
-            bring_up=self.bring_up,
-            boot_s=self.boot_s,
-        )
+        return status_of(self, since_s=time.monotonic() - self._since_s)
 
     def router_record(self) -> dict[str, Any] | None:
         """What the router must hold about the slot now; None when it must not serve."""
@@ -359,24 +338,10 @@ class Slot:
                         raise Gone(
                             f"no load report for {silent_s:.0f} s ({error or 'timeout'})"
                         ) from None
-                await self._pause_until_due(watch)
+                await until_due(watch, self._wake, every_s=self._fleet.loads_every_s)
         finally:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
-
-    async def _pause_until_due(self, watch: "asyncio.Task[str]") -> None:
-        """Sleep until the next load report, an order, or the end of the replica."""
-        order = asyncio.create_task(self._wake.wait())
-        try:
-            await asyncio.wait(
-                {order, watch},
-                timeout=self._fleet.loads_every_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-        finally:
-            order.cancel()
-            await asyncio.gather(order, return_exceptions=True)
-        self._wake.clear()
 
     async def _update_while_serving(self) -> None:
         self._enter(SlotState.UPDATING, f"to version {self._target}")

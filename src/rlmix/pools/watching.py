@@ -32,3 +32,18 @@ async def until_gone(watch: "asyncio.Task[str]", work: Awaitable[Any]) -> Any:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def until_due(watch: "asyncio.Task[str]", order: asyncio.Event, *, every_s: float) -> None:
+    """Sleep until the next load report, an order, or the end of the replica.
+
+    Args:
+        order: set by whoever wants something of the slot; cleared here.
+    """
+    waits = asyncio.create_task(order.wait())
+    try:
+        await asyncio.wait({waits, watch}, timeout=every_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waits.cancel()
+        await asyncio.gather(waits, return_exceptions=True)
+    order.clear()
