@@ -21,6 +21,8 @@ MARK = ".wh."
 IS_FOLDER = "folder"
 OWN_TOPS = frozenset({"proc", "sys", "dev", "run", "tmp"})
 """Of every sandbox its own; nothing of an image is seen there."""
+UNSEEN_TOPS = OWN_TOPS - {"run"}
+"""An engine's containers see an image's /run."""
 EMPTY_FILE, EMPTY_FOLDER = "empty", "nothing"
 """Of the shared files; they cover what must not be seen."""
 
@@ -53,7 +55,7 @@ def changes_in(overlay: Path) -> tuple[Change, ...]:
     for folder, names, files in os.walk(overlay):
         names.sort()
         inside = Path(folder).relative_to(overlay)
-        if inside.parts and inside.parts[0] in OWN_TOPS:
+        if inside.parts and inside.parts[0] in UNSEEN_TOPS:
             continue
         for name in sorted(files):
             file = Path(folder, name)
@@ -62,7 +64,7 @@ def changes_in(overlay: Path) -> tuple[Change, ...]:
                 continue
             path = f"/{(inside / name.removeprefix(MARK)).as_posix()}"
             is_folder = file.read_text() == IS_FOLDER
-            if path.strip("/").partition("/")[0] not in OWN_TOPS:
+            if path.strip("/").partition("/")[0] not in UNSEEN_TOPS:
                 found.append(Change(path=path, source=None, is_folder=is_folder))
     hidden = [f"{one.path}/" for one in found if one.is_folder]
     kept = [one for one in found if not one.path.startswith(tuple(hidden))]

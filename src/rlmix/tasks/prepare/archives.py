@@ -4,22 +4,33 @@ Invariant: what is unpacked is counted; a file that unpacks to more than anybody
 not looked through, never as clean.
 """
 
+import base64
 import bz2
 import gzip
+import io
 import lzma
 import tarfile
 import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import IO
 
 MAX_DEPTH = 4
 MAX_UNPACKED_BYTES = 2 << 30
 """Of one file of the image, over all archives in it."""
+MAX_FILE_BYTES = 16 << 30
+"""Of one plain file; a sparse one can seem endless."""
+MAX_ENCODED, LEAST_PATTERN = 20, 12
 IN_MEMORY_BYTES = 16 << 20
 CHUNK_BYTES = 4 << 20
-ZSTD = b"\x28\xb5\x2f\xfd"
+UNREAD = (
+    b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf\x27\x1c", b"Rar!\x1a\x07", b"\x04\x22\x4d\x18", b"\x1f\x9d",
+    b"hsqs", b"\xed\xab\xee\xdb",
+)  # fmt: skip
+"""Starts of zstd, 7z, rar, lz4, compress, squashfs and rpm: no standard library reads them."""
+AR = b"!<arch>\n"
 _FAULTS = (
     zipfile.BadZipFile, tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError,
     RuntimeError, ValueError, NotImplementedError,
@@ -31,15 +42,34 @@ class TooLarge(Exception):
     """It unpacks to more than `MAX_UNPACKED_BYTES`, or archives lie deeper than `MAX_DEPTH`."""
 
 
+def squeezed(content: bytes) -> bytes:
+    """Without white space and NULs: a formatter or UTF-16 changes nothing else in a line."""
+    return content.translate(None, b" \t\r\n\f\v\0")
+
+
+@lru_cache(maxsize=4)
+def patterns_of(lines: tuple[bytes, ...]) -> tuple[tuple[bytes, bytes], ...]:
+    """(what is looked for in squeezed content, the line that it stands for): each line, and the
+    longest ones in base64 (at its three alignments) and hex as well."""
+    found = [(squeezed(line), line) for line in lines]
+    for line in sorted(lines, key=len, reverse=True)[:MAX_ENCODED]:
+        for shift in range(3):
+            # Of the first and last group a part belongs to the neighbours.
+            code = base64.b64encode(bytes(shift) + line).rstrip(b"=")
+            found.append((code[4 if shift else 0 : len(code) - len(code) % 4 - 1], line))
+        found += [(line.hex().encode(), line), (line.hex().upper().encode(), line)]
+    return tuple((pattern, line) for pattern, line in found if len(pattern) >= LEAST_PATTERN)
+
+
 class Search:
     """One file of the image."""
 
     def __init__(self, lines: tuple[bytes, ...], *, most_bytes: int = MAX_UNPACKED_BYTES) -> None:
-        self._lines = lines
-        self._overlap = max(map(len, lines)) - 1
+        self._patterns = patterns_of(lines)
+        self._overlap = max((len(pattern) for pattern, _ in self._patterns), default=1) - 1
         self._left = most_bytes
-        self.has_zstd = False
-        """Something in it is compressed in a way that the standard library cannot read."""
+        self.has_unread = False
+        """Something in it is packed in a way that cannot be read here, or with a password."""
 
     def find(self, stream: IO[bytes], depth: int = 0) -> tuple[str, str] | None:
         """(member, line) of the first find; the member is empty for the file itself.
@@ -64,10 +94,14 @@ class Search:
     def _in_content(self, stream: IO[bytes]) -> str:
         stream.seek(0)
         kept = b""
+        size = 0
         while chunk := stream.read(CHUNK_BYTES):
-            content = kept + chunk
-            for line in self._lines:
-                if line in content:
+            size += len(chunk)
+            if size > MAX_FILE_BYTES:
+                raise TooLarge
+            content = kept + squeezed(chunk)
+            for pattern, line in self._patterns:
+                if pattern in content:
                     return line.decode("utf-8", "replace")
             kept = content[-self._overlap :] if self._overlap else b""
         return ""
@@ -93,7 +127,9 @@ class Search:
         stream.seek(0)
         try:
             if is_zip:
-                yield from _zipped(stream)
+                yield from self._zipped(stream)
+            elif start.startswith(AR):
+                yield from _archived(stream)
             elif start[257:262] == b"ustar":
                 with tarfile.open(fileobj=stream, mode="r:") as tar:
                     for entry in tar:
@@ -101,28 +137,68 @@ class Search:
                         if inner is not None:
                             yield entry.name, inner
             elif start[:2] == b"\x1f\x8b":
-                with gzip.GzipFile(fileobj=stream) as plain:
+                # Without a mode it takes that of a file of ours, which is one for writing.
+                with gzip.GzipFile(fileobj=stream, mode="rb") as plain:
                     yield "content", plain  # type: ignore[misc]
             elif start[:3] == b"BZh":
                 with bz2.BZ2File(stream) as plain:
                     yield "content", plain
-            elif start[:6] == b"\xfd7zXZ\0":
+            elif start[:6] == b"\xfd7zXZ\0" or start[:3] == b"\x5d\0\0":
                 with lzma.LZMAFile(stream) as plain:
                     yield "content", plain
-            elif start[:4] == ZSTD:
-                self.has_zstd = True
+            elif is_zlib(start):
+                yield "content", Inflated(stream)  # type: ignore[misc]
+            elif start.startswith(UNREAD):
+                self.has_unread = True
         except _FAULTS:
             return
 
+    def _zipped(self, stream: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
+        with zipfile.ZipFile(stream) as archive:
+            for entry in archive.infolist():
+                if entry.is_dir():
+                    continue
+                try:
+                    inner = archive.open(entry)
+                except (NotImplementedError, RuntimeError):
+                    self.has_unread = True  # Encrypted, or packed in a way that nobody here reads.
+                    continue
+                except _FAULTS:
+                    continue
+                with inner:
+                    yield entry.filename, inner
 
-def _zipped(stream: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
-    with zipfile.ZipFile(stream) as archive:
-        for entry in archive.infolist():
-            if entry.is_dir():
-                continue
-            try:
-                inner = archive.open(entry)
-            except _FAULTS:
-                continue  # Encrypted, or packed in a way that nobody here reads.
-            with inner:
-                yield entry.filename, inner
+
+def is_zlib(start: bytes) -> bool:
+    """The two bytes that a zlib stream begins with, as a git object does."""
+    return len(start) > 2 and start[0] == 0x78 and int.from_bytes(start[:2]) % 31 == 0
+
+
+class Inflated:
+    """A zlib stream as a file to read from once."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        stream.seek(0)
+        self._stream = stream
+        self._inflate = zlib.decompressobj()
+
+    def read(self, size: int) -> bytes:
+        while not self._inflate.eof:
+            packed = self._inflate.unconsumed_tail or self._stream.read(CHUNK_BYTES)
+            if not packed:
+                return self._inflate.flush(size)
+            if content := self._inflate.decompress(packed, size):
+                return content
+        return b""
+
+
+def _archived(stream: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
+    """Members of an `ar` archive (Debian packages): a line of 60 bytes, then the content."""
+    stream.seek(len(AR))
+    while len(head := stream.read(60)) == 60:
+        size, place = int(head[48:58]), stream.tell()
+        yield (
+            head[:16].decode("latin-1").strip(),
+            io.BytesIO(stream.read(min(size, IN_MEMORY_BYTES))),
+        )
+        stream.seek(place + size + size % 2)

@@ -7,13 +7,17 @@ so preparing a hostile one neither reads nor writes a file of this machine.
 import os
 import re
 import stat
+import zlib
 from pathlib import Path
 
 from rlmix.core.errors import DataError
+from rlmix.tasks.prepare.archives import is_zlib
 
 MAX_LINKS = 40
 _LOOSE = re.compile(r"(?:^|/)[0-9a-f]{2}/[0-9a-f]{38}$")
 _PACKED = re.compile(r"(?:^|/)pack-[0-9a-f]{40}\.(?:pack|idx|rev)$")
+_PACKS = (b"PACK\0\0\0\2", b"PACK\0\0\0\3", b"\377tOc")
+_KINDS = (b"blob ", b"tree ", b"commit ", b"tag ")
 _BUNDLE = (b"# v2 git bundle\n", b"# v3 git bundle\n")
 
 
@@ -80,11 +84,19 @@ def is_git_folder(place: Path) -> bool:
 
 
 def is_git_data(path: str, file: Path) -> bool:
-    """A loose object, a pack or a bundle: compressed, so no line of it can be looked for."""
+    """A loose object, a pack or a bundle, by its place or by how it begins."""
     if _LOOSE.search(path) or _PACKED.search(path):
         return True
     with file.open("rb") as stream:
-        return stream.read(16) in _BUNDLE
+        start = stream.read(64)
+    if start[:16] in _BUNDLE or start.startswith(_PACKS):
+        return True
+    if not is_zlib(start):
+        return False
+    try:
+        return zlib.decompressobj().decompress(start, 16).startswith(_KINDS)
+    except zlib.error:
+        return False
 
 
 def has_programs(rootfs: Path) -> bool:

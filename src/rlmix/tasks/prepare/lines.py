@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlmix.tasks.prepare.archives import Search, TooLarge
+from rlmix.tasks.prepare.archives import LEAST_PATTERN, Search, TooLarge, squeezed
 from rlmix.tasks.sources.patches import added_lines
 
 MIN_CHARS = 16
@@ -51,7 +51,8 @@ def telling_lines(diff: str, base_files: Iterable[bytes]) -> tuple[bytes, ...]:
     for content in base_files:
         if not wanted:
             break
-        wanted = [line for line in wanted if line not in content]
+        plain = squeezed(content)
+        wanted = [line for line in wanted if squeezed(line) not in plain]
     return tuple(wanted[:MAX_LINES])
 
 
@@ -59,7 +60,11 @@ def _tells(line: str) -> bool:
     if _COMMON.match(line):
         return False
     letters = sum(letter.isalnum() for letter in line)
-    return len(line) >= MIN_CHARS and letters >= MIN_CHARS // 2
+    return (
+        len(squeezed(line.encode())) >= LEAST_PATTERN
+        and len(line) >= MIN_CHARS
+        and letters >= MIN_CHARS // 2
+    )
 
 
 def find_lines(files: Iterable[tuple[str, Path]], lines: tuple[bytes, ...]) -> list[Find]:
@@ -79,5 +84,5 @@ def _in_file(path: str, file: Path, lines: tuple[bytes, ...]) -> Iterator[Find]:
         return
     if found is not None:
         yield Find(path=path, member=found[0], line=found[1])
-    elif search.has_zstd:
+    elif search.has_unread:
         yield Find(path=path, line="", is_unread=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rlmix.core.errors import DataError
 from rlmix.sandbox.layers import mark_hidden
+from rlmix.tasks.prepare.copies import is_leftover, near_copies
 from rlmix.tasks.prepare.image import is_git_data, is_git_folder, plain_file, resolve
 from rlmix.tasks.prepare.lines import Find, find_lines
 from rlmix.tasks.prepare.worktree import walk
@@ -22,17 +23,29 @@ PACKAGE_CACHES = (
 )  # fmt: skip
 """Parts of paths below which a file can go without breaking a build that works offline."""
 INSTALLED = ("site-packages/", "dist-packages/")
-SKIPPED_TOPS = frozenset({"proc", "sys", "dev", "run"})
+SKIPPED_TOPS = frozenset({"proc", "sys", "dev"})
+"""Of every sandbox its own, whatever backend makes it."""
+HISTORIES = (
+    ".bash_history", ".zsh_history", ".python_history", ".viminfo", ".lesshst", ".git-credentials",
+    ".wget-hsts", ".node_repl_history",
+)  # fmt: skip
+"""What was typed while the image was made: commit ids, addresses, commands that fetch the fix."""
+DOWNLOADS = ("/.cache/pip/", "/.cache/uv/", "/.npm/_cacache/", "/.cache/yarn/", "/.cache/pypoetry/")
+"""Caches of what was downloaded, which nothing needs offline. They go whole where the fix is not
+known, because a later release of the project cannot be told from others there."""
 
 
 class Unproven(DataError):
     """A copy of the fix stands where it can be neither removed nor replaced."""
 
 
-def clean_tree(repo: Path, lines: tuple[bytes, ...], tracked: frozenset[str]) -> list[str]:
+def clean_tree(
+    repo: Path, lines: tuple[bytes, ...], tracked: frozenset[str], *, is_fix_known: bool
+) -> list[str]:
     """Replace copies of the fix among the kept, ignored files of `repo` by the base's own file.
 
     Args:
+        is_fix_known: False: near copies of base files are treated as copies of the fix.
         tracked: paths that the base records; nobody put the fix into an archive among them.
 
     Returns:
@@ -51,6 +64,14 @@ def clean_tree(repo: Path, lines: tuple[bytes, ...], tracked: frozenset[str]) ->
             raise Unproven(find.sentence())
         shutil.copyfile(own, repo / find.path)
         changed.append(find.path)
+    if not is_fix_known and tracked:
+        own_files = [(path, file) for path, file in files if path in tracked]
+        others = [(path, file) for path, file in files if path not in tracked]
+        for copy in list(near_copies(others, own_files)):
+            if counterpart(repo, copy.path) != repo / copy.original:
+                raise Unproven(copy.sentence())
+            shutil.copyfile(repo / copy.original, repo / copy.path)
+            changed.append(copy.path)
     return changed
 
 
@@ -76,6 +97,7 @@ def make_overlay(
     *,
     gone: tuple[str, ...] = (),
     is_fix_known: bool,
+    tracked: frozenset[str] = frozenset(),
 ) -> list[str]:
     """Fill `overlay` so that the image on which it lies holds no copy of the fix.
 
@@ -83,7 +105,9 @@ def make_overlay(
         workdir: the image's own repository, below `rootfs`.
         gone: absolute paths of the image that must not be seen (hidden tests, verdicts).
         is_fix_known: False: installed copies of the project are replaced by the base's files
-            wherever they differ, because nobody can say which lines tell.
+            wherever they differ, because nobody can say which lines tell; near copies elsewhere
+            are not accepted.
+        tracked: paths that the base records.
 
     Returns:
         Absolute paths that are removed or replaced.
@@ -107,7 +131,7 @@ def make_overlay(
         if f"/{path}" in done:
             continue
         place = rootfs / path
-        if is_git_folder(place) or (entry_is_file(place) and is_git_data(path, place)):
+        if _goes(path, place):
             done.append(_whiteout(overlay, rootfs, f"/{path}"))
         elif entry_is_file(place):
             files.append((path, place))
@@ -116,7 +140,15 @@ def make_overlay(
         done += _remove_or_replace(find, rootfs, repo, overlay)
     if not is_fix_known:
         done += _replace_installed(files, rootfs, repo, overlay, set(done))
+        done += _hide_copies(files, rootfs, repo, overlay, set(done), tracked)
     return sorted(set(done))
+
+
+def _goes(path: str, place: Path) -> bool:
+    """Nothing needs it to build, and nobody can look through it, or it tells of how it was made."""
+    if is_git_folder(place):
+        return True
+    return entry_is_file(place) and (place.name in HISTORIES or is_git_data(path, place))
 
 
 def entry_is_file(path: Path) -> bool:
@@ -151,7 +183,7 @@ def _remove_or_replace(find: Find, rootfs: Path, repo: Path, overlay: Path) -> l
         shutil.copyfile(own, target)
         done.append(f"/{path}")
         done += _bytecode_of(path, rootfs, overlay)
-    elif any(part in f"/{path}" for part in PACKAGE_CACHES):
+    elif is_leftover(path) or any(part in f"/{path}" for part in PACKAGE_CACHES):
         done.append(_whiteout(overlay, rootfs, f"/{path}"))
     else:
         raise Unproven(f"/{find.sentence()}")
@@ -177,6 +209,30 @@ def _replace_installed(
                 shutil.copyfile(own, target)
                 more += [f"/{path}", *_bytecode_of(path, rootfs, overlay)]
                 break
+    return more
+
+
+def _hide_copies(
+    files: list[tuple[str, Path]],
+    rootfs: Path,
+    repo: Path,
+    overlay: Path,
+    done: set[str],
+    tracked: frozenset[str],
+) -> list[str]:
+    more = [
+        _whiteout(overlay, rootfs, f"/{path}")
+        for path, _ in files
+        if f"/{path}" not in done and any(part in f"/{path}" for part in DOWNLOADS)
+    ]
+    hidden = done | set(more)
+    left = [(path, file) for path, file in files if f"/{path}" not in hidden]
+    own = [(p, file) for p in sorted(tracked) if (file := plain_file(repo, p)) is not None]
+    for copy in near_copies(left, own):
+        if is_leftover(copy.path) or any(part in f"/{copy.path}" for part in PACKAGE_CACHES):
+            more.append(_whiteout(overlay, rootfs, f"/{copy.path}"))
+        else:
+            raise Unproven(f"/{copy.sentence()}")
     return more
 
 

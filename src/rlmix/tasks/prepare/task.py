@@ -41,7 +41,7 @@ def prepare_task(task: SourceTask, rootfs: Path, out: Path) -> Manifest | Exclud
     shutil.rmtree(work, ignore_errors=True)
     try:
         manifest = _prepare(task, rootfs, work, inputs)
-    except (DataError, OSError, ValueError) as error:
+    except (DataError, OSError, ValueError, RecursionError) as error:
         shutil.rmtree(work, ignore_errors=True)
         return Excluded(task_id=task.public.task_id, reason=str(error))
     text = json.dumps(manifest.document(), indent=1, sort_keys=True) + "\n"
@@ -108,7 +108,7 @@ def _prepare(task: SourceTask, rootfs: Path, work: Path, inputs: str) -> Manifes
         for diff in (fix, hidden.hidden_patch)
     )
     lines = (*fix_lines, *test_lines)
-    replaced = clean_tree(work / "repo", lines, frozenset(tracked))
+    replaced = clean_tree(work / "repo", lines, frozenset(tracked), is_fix_known=bool(fix_lines))
     overlaid = make_overlay(
         rootfs,
         source,
@@ -117,6 +117,7 @@ def _prepare(task: SourceTask, rootfs: Path, work: Path, inputs: str) -> Manifes
         lines,
         gone=hidden.image_paths,
         is_fix_known=bool(fix_lines),
+        tracked=frozenset(tracked),
     )
     commit = recreate(work, tracked=tracked, tag=original.tag, distance=original.tag_distance)
     tree, proof = prove(

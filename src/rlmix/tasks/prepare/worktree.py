@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlmix.core.errors import DataError
+from rlmix.tasks.prepare.copies import is_leftover
 from rlmix.tasks.prepare.git import git
 from rlmix.tasks.prepare.image import is_git_data, is_git_folder
 
+MAX_BYTES = 32 << 30
 MTIME_S = 1_700_000_000
 CACHES = frozenset(
     {
@@ -51,6 +53,7 @@ def copy_base(
         DataError: the base has a submodule whose files are not there.
     """
     copied = Copied()
+    _check_size(repo)
     out.mkdir(parents=True)
     tracked = _tracked(repo, commit, env) if commit else {}
     # A file that the base and the image's head share is taken as it lies there, with the line ends
@@ -72,7 +75,9 @@ def copy_base(
             copied.purged.append(path)
             git_folders.append(f"{path}/")
             continue
-        if name == ".git" or name in CACHES or path in gone or name.endswith((".pyc", ".pyo")):
+        is_left = is_leftover(path) and path not in own and not entry.is_dir(follow_symlinks=False)
+        is_cache = name in CACHES or name.endswith((".pyc", ".pyo"))
+        if name == ".git" or is_cache or path in gone or is_left:
             if name != ".git" or path != ".git":
                 copied.purged.append(path)
             continue
@@ -82,6 +87,13 @@ def copy_base(
     _write_blobs(repo, out, tracked, env, gone, copied)
     copied.tracked = sorted(tracked)
     return copied
+
+
+def _check_size(repo: Path) -> None:
+    """A sparse file would be written out."""
+    size = sum(e.stat(follow_symlinks=False).st_size for _, e in walk(repo))
+    if size > MAX_BYTES:
+        raise DataError(f"the work tree takes {size >> 30} GiB; allowed: {MAX_BYTES >> 30}")
 
 
 def _above(path: str) -> Iterator[str]:
