@@ -161,8 +161,12 @@ def publish_policy(choice: PolicyChoice, store: Path) -> None:
     """
     from safetensors.torch import load_file
 
+    from rlmix.loop.evaluation import keep_version
     from rlmix.weights.publish import publish_version
 
+    if choice.folder == version_dir(choice.folder.parents[1], VIEW, choice.step):
+        keep_version(choice.folder.parents[1], store, choice.step)  # It is one already.
+        return
     state: dict[str, Any] = {}
     for file in sorted(choice.folder.glob("model*.safetensors")):
         state |= {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
