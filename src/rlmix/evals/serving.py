@@ -126,7 +126,7 @@ class Serving:
         return {
             "engine": replicas[0].engine,
             "replicas": len(replicas),
-            **{name: replicas[0].expected[name] for name in ("weights", "kv", "accelerator")},
+            **replicas[0].expected,
             "saturation": saturation(self._looks, places=places),
         }
 
