@@ -40,7 +40,7 @@ def score_view(result: "Score", document: Mapping[str, Any]) -> "RenderableType"
         ("pass@1", result.pass_at_1, result.pass_at_1_void_failed),
         (f"pass@{k}", result.pass_at_k, result.pass_at_k_void_failed),
     )
-    for name, one, other in rows:
+    for name, one, other in rows[: min(k, 2)]:  # With k = 1 both are the same.
         interval = f"{one.low:.3f} to {one.high:.3f}"
         table.add_row(name, f"{one.value:.3f}", interval, str(one.num_tasks), f"{other.value:.3f}")
     lines = [Text(engine_line(document["facts"])), Text(probe_line(document["probes"]))]

@@ -64,16 +64,19 @@ def score(
     enough = [one for one in scores if one.num_valid >= k]
     every = [attempt for some in by_task.values() for attempt in some]
 
-    def failed(one: TaskScore, at: int) -> float:
-        return pass_at_k(max(n, one.num_valid), one.num_passed, at)
+    def failed(at: int) -> Estimate:
+        """Void attempts as failures; those that were not made yet are nothing."""
+        made = [(one.num_valid + one.num_void, one.num_passed) for one in scores]
+        rates = [pass_at_k(count, passed, at) for count, passed in made if count >= at]
+        return _mean(rates, seed)
 
     return Score(
         k=k,
         n=n,
         pass_at_1=_mean([one.num_passed / one.num_valid for one in valid], seed),
         pass_at_k=_mean([pass_at_k(one.num_valid, one.num_passed, k) for one in enough], seed),
-        pass_at_1_void_failed=_mean([failed(one, 1) for one in scores], seed),
-        pass_at_k_void_failed=_mean([failed(one, k) for one in scores], seed),
+        pass_at_1_void_failed=failed(1),
+        pass_at_k_void_failed=failed(k),
         tasks=tuple(scores),
         num_attempts=len(every),
         num_void=sum(attempt.outcome == Outcome.VOID for attempt in every),
@@ -121,10 +124,11 @@ def _table(scores: Sequence[TaskScore], field: str) -> dict[str, dict[str, float
 def _row(group: list[TaskScore]) -> dict[str, float]:
     valid = [one for one in group if one.num_valid]
     rates = [one.num_passed / one.num_valid for one in valid]
+    made = [one for one in group if one.num_valid or one.num_void]
     return {
         "tasks": len(group),
         "pass_at_1": sum(rates) / len(rates) if rates else float("nan"),
-        "any": sum(one.num_passed > 0 for one in group) / len(group),
+        "any": sum(one.num_passed > 0 for one in made) / len(made) if made else float("nan"),
         "void": sum(one.num_void for one in group),
     }
 

@@ -102,7 +102,7 @@ def markdown(result: Score, found: Mapping[str, Any]) -> str:
         "| | value | 95 % interval over tasks | interval | tasks | void as failed |",
         "| --- | --- | --- | --- | --- | --- |",
         _line("pass@1", result.pass_at_1, result.pass_at_1_void_failed),
-        _line(f"pass@{result.k}", result.pass_at_k, result.pass_at_k_void_failed),
+        *_at_k(result),
         "",
         f"{len(result.tasks)} tasks, {result.num_attempts} attempts of {result.n} each; void "
         f"{result.num_void}, tasks with fewer than {result.k} valid attempts "
@@ -131,6 +131,13 @@ def markdown(result: Score, found: Mapping[str, Any]) -> str:
     lines += ["", "## What this number depends on", "", "| | |", "| --- | --- |"]
     lines += [f"| {name} | {shown(value)} |" for name, value in facts.items()]
     return "\n".join(lines) + "\n"
+
+
+def _at_k(result: Score) -> list[str]:
+    """With k = 1 it would be the row above."""
+    if result.k == 1:
+        return []
+    return [_line(f"pass@{result.k}", result.pass_at_k, result.pass_at_k_void_failed)]
 
 
 def title(facts: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ is handed out to the gold agent only.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -142,7 +142,7 @@ def _generated(seed: int, limit: int | None) -> Benchmark:
                 public=public,
                 hidden=hidden,
                 gold=hidden.reference_diff.encode(),
-                repository=public.tags.get("kind", GENERATED),
+                repository=_part_of(public.tags),
                 language="python",
                 agent_s=GENERATED_AGENT_S,
                 verify_s=GENERATED_VERIFY_S,
@@ -154,6 +154,13 @@ def _generated(seed: int, limit: int | None) -> Benchmark:
         checksum=digest.hexdigest(),
         tasks=tuple(tasks),
     )
+
+
+def _part_of(tags: Mapping[str, str]) -> str:
+    """What stands for a repository in the tables of generated tasks: how hard, and whether training
+    ever shows such a bug."""
+    is_new = tags.get("held_out_kind") == "true"
+    return f"{tags.get('difficulty', GENERATED)}{', unseen kind of bug' if is_new else ''}"
 
 
 def _part(benchmark: Benchmark, subset: str, folder: Path) -> Benchmark:
