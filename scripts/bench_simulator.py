@@ -111,9 +111,14 @@ def scaled(hours: float) -> list[dict[str, Any]]:
     return rows
 
 
-def timed(num_gpus: int, hours: float) -> dict[str, Any]:
-    """CPU seconds for a simulated day of the mixed fleet at that size, the start included."""
-    asked = request(hours, "scaling.simulate.max_sessions=20000", b200=None)
+def timed(num_gpus: int, hours: float, *, batch_frac: float | None = None) -> dict[str, Any]:
+    """CPU seconds for a simulated day of the mixed fleet at that size, the start included.
+
+    Args:
+        batch_frac: 0 handles every session at its own moment; None: as configured.
+    """
+    overrides = [] if batch_frac is None else [f"scaling.simulate.batch_frac={batch_frac}"]
+    asked = request(hours, "scaling.simulate.max_sessions=20000", *overrides, b200=None)
     fleet = fleets_of(asked)[0]
     factor = num_gpus / fleet.gpus
     replicas = {pool: max(1, round(n * factor)) for pool, n in fleet.replicas.items()}
@@ -126,6 +131,9 @@ def timed(num_gpus: int, hours: float) -> dict[str, Any]:
     took_s = time.process_time() - started_s
     return {
         "gpus": gpus,
+        "hours": hours,
+        "batch_frac": asked.scenario.batch_frac,
+        "updates_per_h": outcome.updates_per_h,
         "open_sessions": outcome.open_sessions,
         "sessions": outcome.started,
         "events": outcome.events,
@@ -204,7 +212,7 @@ def main() -> None:
     contexts, prices = (
         (CONTEXTS[1:2], ("list",)) if arguments.quick else (CONTEXTS, ("list", "market"))
     )
-    hours = 2.0 if arguments.quick else 3.0
+    hours = 2.0 if arguments.quick else 6.0
     rows = [
         row
         for context in contexts
@@ -215,7 +223,12 @@ def main() -> None:
         )
     ]
     fixed_or_scaled = [] if arguments.quick else scaled(6.0)
-    times = [timed(200, 1.0)] if arguments.quick else [timed(64, 4.0), timed(2000, 1.0)]
+    times = (
+        [timed(200, 1.0)]
+        if arguments.quick
+        else [timed(64, 24.0), timed(2000, 24.0), timed(64, 4.0, batch_frac=0.0),
+              timed(2000, 1.0, batch_frac=0.0)]
+    )  # fmt: skip
     if arguments.svg is not None:
         arguments.svg.write_text(plot(rows))
     if arguments.json:

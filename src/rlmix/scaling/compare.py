@@ -94,7 +94,8 @@ def given_fleet(name: str, replicas: Mapping[str, int], market: Market) -> Fleet
 def planned_fleet(name: str, pools: list[str], market: Market) -> Fleet:
     """The cheapest mix of these pools within the limits. Its demand is that of the pools it takes:
     a slow pool lowers what the staleness bound lets the trainer take, so the mix is planned for the
-    demand of the pools that the mix before it took, until it stays."""
+    demand of the pools that the mix before it took, until it stays. Of equally dear fleets it is
+    the one whose sessions are shortest, which the staleness bound hurts least."""
     chosen: dict[str, int] = dict.fromkeys(pools, 1)
     tried: list[Mix] = []
     for _ in range(4):
@@ -106,9 +107,17 @@ def planned_fleet(name: str, pools: list[str], market: Market) -> Fleet:
         if not taken or set(taken) == {pool for pool, count in chosen.items() if count}:
             break
         chosen = taken
-    missing = tried[-1].missing
+    best = tried[-1]
+    floors = [own.floor for own in market.limits.pools.values()]
+    if best.missing is None and not any(floors):
+        alone = [cheapest_mix([one], {WHOLE: needed}, limits=market.limits) for one in offers]
+        found = [best, *(mix for mix in alone if mix.missing is None)]
+        best = min(
+            found, key=lambda mix: (round(mix.usd_per_hour, 6), market.session_s(mix.replicas))
+        )
+    missing = best.missing
     return _fleet(
-        name, tried[-1].replicas, market, missing=missing.sentence if missing is not None else ""
+        name, best.replicas, market, missing=missing.sentence if missing is not None else ""
     )
 
 

@@ -10,7 +10,7 @@ from rlmix.config.schema.train import TrainConfig
 from rlmix.core.errors import PlanError
 from rlmix.plan.build import build_plan
 from rlmix.plan.speed import Numbers, decode_step_s
-from rlmix.scaling.compare import Fleet
+from rlmix.scaling.compare import Fleet, given_fleet, planned_fleet
 from rlmix.scaling.modelled import session_shape, trainer_step_s
 from rlmix.scaling.scenarios import Request, fleets_of, request_of, todays_fleet
 
@@ -107,6 +107,19 @@ def test_the_planned_mix_is_never_dearer_than_a_homogeneous_fleet(
     if b200 is not None:
         assert fleets["b200_bf16"].missing.endswith("at their limit: quota of b200 (8)")
         assert sum(n for name, n in planned.replicas.items() if name.startswith("b200")) <= 8
+
+
+def test_of_equally_dear_fleets_the_one_with_the_shortest_sessions_is_planned() -> None:
+    """At 64K and list prices 35 B300s with 5 B200s cost what 47 B200s do, 235 USD an hour."""
+    asked = asked_of("scaling.simulate.context_tokens=65536")
+    market = asked.market
+    planned = fleets_of(asked)[1]
+    alone = planned_fleet("b200", ["b200"], market)
+    assert planned.usd_per_hour == pytest.approx(alone.usd_per_hour)
+    assert market.session_s(planned.replicas) <= market.session_s(alone.replicas)
+    slower = {"b300": 35, "b200": 5}
+    assert given_fleet("x", slower, market).usd_per_hour == pytest.approx(planned.usd_per_hour)
+    assert market.session_s(slower) > 1.2 * market.session_s(planned.replicas)
 
 
 def test_quotas_are_the_machines_of_the_inventory_without_the_trainers() -> None:
