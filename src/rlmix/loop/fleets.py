@@ -75,7 +75,9 @@ def further_replica(
     pool = plan.pools[name]
     places = pool.urls if pool.engine == "sglang_external" else pool.gpu_ids
     what = "server" if pool.engine == "sglang_external" else "accelerator"
-    if places and index >= len(places):
+    # On a Ray cluster it is Ray that finds the machine, and says so when there is none.
+    is_ray_s = config.launch.address is not None and pool.engine == "sglang"
+    if places and index >= len(places) and not is_ray_s:
         raise ConfigError(
             f"{name}-{index}: the plan has a free {what} for {len(places)} replicas of {name} and "
             f"not for another; start the run with pools.{name}.replicas={index + 1} and make the "

@@ -92,11 +92,12 @@ class PoolPlan:
     """Where this combination is known to work, from the capability matrix."""
 
     def replica(self, pool: str, index: int) -> ReplicaPlan:
-        """The plan of replica `index` (from 0) of this pool, which is called `pool`."""
+        """The plan of replica `index` (from 0) of this pool, which is called `pool`. One beyond the
+        planned ones has no device ids; whoever starts it finds its place."""
         name = f"{pool}-{index}"
         argv = tuple(name if part == "{replica}" else part for part in self.argv)
         env = dict(self.env)
-        if self.gpu_ids:
+        if index < len(self.gpu_ids):
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpu_ids[index]))
         return ReplicaPlan(name=name, pool=pool, argv=argv, env=env)
 
@@ -120,7 +121,13 @@ class TrainerPlan:
     """Weights in BF16, master weights, gradients and optimizer state of all ranks together,
     without activations."""
     rank_gib: float
-    """The same for one rank, with the activations of a micro-batch."""
+    """One rank at its peak, with the activations of a micro-batch."""
+    rank_parts_gib: dict[str, float]
+    """The same by part, as `plan.trainer_memory` tells them apart."""
+    most_tokens: int | None
+    """Longest micro-batch that a rank can hold, 0 for none; None on a CPU."""
+    tokens_per_s: float | None
+    """Of all ranks, through forward and backward at 40 % of the peak; None on a CPU."""
     nodes: tuple[str, ...]
     """Machine of each rank; empty without an inventory."""
     usd_per_hour: float

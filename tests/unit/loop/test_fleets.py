@@ -6,12 +6,12 @@ import pytest
 
 from rlmix.cli.train import facts_of
 from rlmix.config.compose import load_config
-from rlmix.core.errors import LaunchError
-from rlmix.loop.fleets import eval_fleet, training_fleet
+from rlmix.core.errors import ConfigError, LaunchError
+from rlmix.loop.fleets import eval_fleet, further_replica, training_fleet
 from rlmix.model.bundle import resolve_model
 from rlmix.observe.run_dir import RunDir
 from rlmix.plan.build import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE, build_plan
-from rlmix.pools.spec import FleetSpec
+from rlmix.pools.spec import FleetSpec, ReplicaSpec
 
 MODEL = resolve_model("bundled:tiny")
 
@@ -92,3 +92,30 @@ def test_an_exact_evaluation_keeps_the_cache_that_the_trainer_computes_with(
 def test_a_real_server_s_key_names_its_view(tmp_path: Path) -> None:
     training, _ = fleets(tmp_path)
     assert training.replicas[0].expected["view"] == "bf16"
+
+
+def further(tmp_path: Path, pool: str, index: int, *overrides: str) -> ReplicaSpec:
+    config = load_config("train", list(overrides)).config
+    plan = build_plan(config, facts=facts_of(config), python="python", sglang_python="/s/python")
+    with RunDir.create(tmp_path, f"r{index}", overrides=[], config_yaml="", plan={}) as run:
+        return further_replica(plan, config, run, pool, index)
+
+
+def test_a_pool_grows_as_far_as_there_are_places(tmp_path: Path) -> None:
+    # Embedded engines take what the machine has.
+    assert further(tmp_path, "a100", 7, "experiment=tiny").name == "a100-7"
+    # Accelerators and servers are those of the plan.
+    real = ("experiment=tiny", "+pool@pools.real=sglang_h100_bf16", "pools.real.replicas=2")
+    assert further(tmp_path, "real", 1, *real).env["CUDA_VISIBLE_DEVICES"]
+    with pytest.raises(ConfigError, match="a free accelerator for 2 replicas of real"):
+        further(tmp_path, "real", 2, *real)
+    external = (
+        "experiment=tiny_sglang", "pools.sglang.engine=sglang_external",
+        "pools.sglang.urls=[http://10.0.0.7:1]",
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="a free server for 1 replicas of sglang"):
+        further(tmp_path, "sglang", 3, *external)
+    # A Ray cluster may have more machines than the plan.
+    spec = further(tmp_path, "real", 4, *real, "launch.address=10.0.0.1:6379")
+    assert spec.needs is not None
+    assert "CUDA_VISIBLE_DEVICES" not in spec.env
