@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import os
 import random
-from signal import SIGKILL
+from signal import SIGKILL, SIGSTOP
 
 import pytest
 import torch
@@ -141,6 +141,15 @@ def test_a_rank_that_dies_after_a_checkpoint_costs_the_steps_since(
     assert reason.startswith("trainer: trainer-1 died during publish: ")
     assert how == "all ranks again, from step_000002"
     assert facts == {"step": 2, "steps_done_again": 1, "incarnation": 2}
+
+
+def test_a_rank_that_is_silent_for_too_long_counts_as_lost(start, model_dir):
+    trainer, handles, events = start("silent", max_restarts=0)
+    os.kill(handles[1].pid, SIGSTOP)
+    with pytest.raises(TrainerLostError, match=r"trainer-1.* did not answer to \w+ in time"):
+        asyncio.run(trainer.call("load", model_dir, timeout_s=15.0))
+    assert not any(handle.is_alive for handle in handles)
+    assert len(events) == 1
 
 
 def test_more_losses_than_allowed_end_the_run_with_the_reason(start, model_dir):
