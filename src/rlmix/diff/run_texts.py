@@ -1,6 +1,7 @@
 """Texts of a finished run: what its pools recorded, beside the weights that sampled them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +25,10 @@ def bf16_versions(run: Path) -> dict[int, Path]:
 def recorded_texts(
     run: Path, pools: Sequence[str], *, versions: Sequence[int], most: int
 ) -> tuple[int, list[Recorded]]:
-    """The newest version whose sessions every asked pool still has, and `most` texts of each.
+    """The newest version that sessions of every asked pool begin with, and `most` texts of each.
 
     Raises:
-        DataError: no trajectory was sampled, whole, by a version whose weights are still there.
+        DataError: no session begins with a version whose weights are still there.
     """
     found: dict[int, dict[str, list[Recorded]]] = {}
     for path in sorted((run / "trajectories").glob("step_*.jsonl"), reverse=True):
@@ -43,21 +44,17 @@ def recorded_texts(
     some = max(found, key=lambda version: len(found[version]), default=None)
     if some is None:
         raise DataError(
-            f"{run}: no session was sampled whole by one pool and one version whose BF16 weights "
-            f"are still there ({', '.join(map(str, versions)) or 'none'}); keep more with "
-            "weights.keep"
+            f"{run}: no session begins with a version whose BF16 weights are still there "
+            f"({', '.join(map(str, versions)) or 'none'}); keep more with weights.keep"
         )
     return some, [one for texts in found[some].values() for one in texts[:most]]
 
 
 def recorded_of(trajectory: Trajectory) -> Recorded | None:
-    """A session as one text; None when several pools or versions sampled it, or nobody did."""
-    turns = trajectory.turns
-    pools = {turn.pool for turn in turns}
-    versions = {span.version for turn in turns for span in turn.version_spans}
-    if len(pools) != 1 or len(versions) != 1 or not any(turn.output_ids for turn in turns):
-        return None
-    if len({turn.kept is not None and turn.kept_exact for turn in turns}) != 1:
+    """A session up to the first turn that another pool or version had a part in; None when that
+    is the first turn, or nothing was sampled."""
+    turns = list(takewhile(_same_as(trajectory.turns), trajectory.turns))
+    if not turns:
         return None
     ids = list(trajectory.prompt_ids)
     sampled: list[int] = []
@@ -70,14 +67,29 @@ def recorded_of(trajectory: Trajectory) -> Recorded | None:
         ids += [*turn.output_ids, *turn.observation_ids]
     return Recorded(
         name=trajectory.session_id,
-        pool=pools.pop(),
+        pool=turns[0].pool,
         ids=tuple(ids[: sampled[-1] + 1]),
         sampled=tuple(sampled),
         logprobs_P=np.array(logprobs, dtype=np.float32),
         prefilled=tuple(prefilled),
         kept=_joined(turns),
-        version=versions.pop(),
+        version=turns[0].version_spans[0].version,
     )
+
+
+def _same_as(turns: Sequence[Turn]) -> Callable[[Turn], bool]:
+    """Whether the first one's pool and version sampled a turn, whole, and it was recorded alike."""
+
+    def facts(turn: Turn) -> tuple[str, frozenset[int], bool]:
+        versions = frozenset(span.version for span in turn.version_spans)
+        return turn.pool, versions, turn.kept is not None and turn.kept_exact
+
+    wanted = facts(turns[0]) if turns else None
+
+    def is_same(turn: Turn) -> bool:
+        return facts(turn) == wanted and len(facts(turn)[1]) == 1 and bool(turn.output_ids)
+
+    return is_same
 
 
 def _joined(turns: Sequence[Turn]) -> Candidates | None:

@@ -2,7 +2,9 @@
 
 For every operator that differs on the same inputs, the other side's operator is put into this side
 and the text is run again: what the logprobs then move by is what that operator does alone. Moves of
-nearly independent errors add up as squares, so an operator's share is its square over the sum.
+nearly independent errors add up as squares, so an operator's share is its square over the sum. For
+shares alone, moves are capped at what nine in ten tokens differ by: a token on the verge of another
+expert moves by nats whatever is swapped, and would give every operator the same share.
 Leave-one-out goes the other way: this side's operator put into the other side, and what is left.
 """
 
@@ -12,6 +14,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rlmix.diff.program import Side, Text, run, swapped
+
+CAPPED_AT = 0.9
+"""Quantile of the whole difference that caps a token's move for shares."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +29,7 @@ class Effect:
     left: float
     """Mean |difference| left when the other side takes this side's, nats."""
     share: float
-    """alone squared over the sum of all."""
+    """Capped move squared over the sum of all."""
 
 
 def effects(a: Side, b: Side, text: Text, places: Tensor, operators: Sequence[str]) -> list[Effect]:
@@ -34,22 +39,19 @@ def effects(a: Side, b: Side, text: Text, places: Tensor, operators: Sequence[st
         places: int64, of logprobs that start with the text's second token.
     """
     base, other = run(a, text)[places], run(b, text)[places]
-    alone, left = [], []
+    cap = float((other - base).double().abs().quantile(CAPPED_AT)) or float("inf")
+    found, squares = [], []
     for name in operators:
-        alone.append(_mean(run(swapped(a, b, (name,)), text)[places] - base))
-        left.append(_mean(run(swapped(b, a, (name,)), text)[places] - base))
-    if not operators:
-        return []
-    total = sum(move**2 for move in alone)
-    if total == 0:  # Differences that no operator makes alone, or none at all.
-        total, alone_squares = 1.0, [0.0] * len(alone)
-        if _mean(other - base) > 0:
-            alone_squares = [1.0 / len(alone)] * len(alone)
-    else:
-        alone_squares = [move**2 for move in alone]
+        move = run(swapped(a, b, (name,)), text)[places] - base
+        left = run(swapped(b, a, (name,)), text)[places] - base
+        found.append((name, _mean(move), _mean(left)))
+        squares.append(_mean(move.double().abs().clamp(max=cap)) ** 2)
+    total = sum(squares)
+    if total == 0:  # No operator moves anything alone: all of them together, or none.
+        squares, total = [1.0] * len(squares), float(len(squares))
     return [
-        Effect(operator=name, alone=one, left=rest, share=square / total)
-        for name, one, rest, square in zip(operators, alone, left, alone_squares, strict=True)
+        Effect(operator=name, alone=alone, left=left, share=square / total)
+        for (name, alone, left), square in zip(found, squares, strict=True)
     ]
 
 
