@@ -90,7 +90,7 @@ class Serving:
         self._exit.callback(reap, run.run_id, scratch)
         router = RouterProcess(self._plan.router, run)
         self._exit.push_async_callback(router.stop)
-        cluster = RayCluster.start(run.run_id, num_cpus=LOGICAL_CPUS, log_dir=run.logs)
+        cluster = _cluster(self._config, run)
         self._exit.callback(cluster.stop)
         self.url = await router.wait_ready()
         admin = RouterAdmin(self.url, token=self.token)
@@ -101,6 +101,7 @@ class Serving:
                 Replica,
                 name=f"replica-{spec.name}-{incarnation}",
                 kwargs={"spec": spec},
+                needs=spec.needs,
                 env={
                     **thread_limits(1),
                     TOKEN_VARIABLE: self.token,
@@ -138,6 +139,16 @@ class Serving:
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
+
+
+def _cluster(config: TrainConfig, run: RunDir) -> RayCluster:
+    """A Ray of its own, or the cluster that `launch.address` names."""
+    launch = config.launch
+    if launch.address is None:
+        return RayCluster.start(run.run_id, num_cpus=LOGICAL_CPUS, log_dir=run.logs)
+    return RayCluster.join(
+        launch.address, run.run_id, log_dir=run.logs, place_limit_s=launch.place_timeout_s
+    )
 
 
 async def _ended(task: "asyncio.Task[None]") -> None:

@@ -155,7 +155,7 @@ def _replica(
     is_ours = pool.engine == "sglang"
     is_external = pool.engine == "sglang_external"
     needs = None
-    if pool_name != EVAL_POOL or is_ours:
+    if pool_name not in (EVAL_POOL, LIVE_EVAL_POOL) or is_ours:
         needs = needs_of(
             engine=pool.engine,
             accelerator=pool.accelerator,
