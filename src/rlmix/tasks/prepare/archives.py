@@ -6,8 +6,9 @@ not looked through, never as clean.
 
 import base64
 import bz2
-import gzip
+import html
 import io
+import json
 import lzma
 import tarfile
 import tempfile
@@ -20,11 +21,12 @@ from typing import IO
 MAX_DEPTH = 4
 MAX_UNPACKED_BYTES = 2 << 30
 """Of one file of the image, over all archives in it."""
-MAX_FILE_BYTES = 16 << 30
+MAX_FILE_BYTES = 4 << 30
 """Of one plain file; a sparse one can seem endless."""
 MAX_ENCODED, LEAST_PATTERN = 20, 12
 IN_MEMORY_BYTES = 16 << 20
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES, SLICE_BYTES = 4 << 20, 1 << 16
+GZIP = 16 + zlib.MAX_WBITS
 UNREAD = (
     b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf\x27\x1c", b"Rar!\x1a\x07", b"\x04\x22\x4d\x18", b"\x1f\x9d",
     b"hsqs", b"\xed\xab\xee\xdb",
@@ -57,8 +59,18 @@ def patterns_of(lines: tuple[bytes, ...]) -> tuple[tuple[bytes, bytes], ...]:
             # Of the first and last group a part belongs to the neighbours.
             code = base64.b64encode(bytes(shift) + line).rstrip(b"=")
             found.append((code[4 if shift else 0 : len(code) - len(code) % 4 - 1], line))
+        text = line.decode("utf-8", "replace")
+        for written in (json.dumps(text)[1:-1], html.escape(text)):
+            found.append((squeezed(written.encode()), line))
         found += [(line.hex().encode(), line), (line.hex().upper().encode(), line)]
-    return tuple((pattern, line) for pattern, line in found if len(pattern) >= LEAST_PATTERN)
+    found = [(pattern, line) for pattern, line in found if len(pattern) >= LEAST_PATTERN]
+    return tuple(dict(reversed(found)).items())
+
+
+def holds(name: bytes, lines: tuple[bytes, ...]) -> bool:
+    """A name, or where a link leads to, is or contains one of the lines."""
+    plain = squeezed(name)
+    return any(pattern in plain for pattern, _ in patterns_of(lines))
 
 
 class Search:
@@ -92,13 +104,11 @@ class Search:
         return None
 
     def _in_content(self, stream: IO[bytes]) -> str:
-        stream.seek(0)
         kept = b""
-        size = 0
+        if stream.seek(0, io.SEEK_END) > MAX_FILE_BYTES:
+            raise TooLarge
+        stream.seek(0)
         while chunk := stream.read(CHUNK_BYTES):
-            size += len(chunk)
-            if size > MAX_FILE_BYTES:
-                raise TooLarge
             content = kept + squeezed(chunk)
             for pattern, line in self._patterns:
                 if pattern in content:
@@ -137,9 +147,7 @@ class Search:
                         if inner is not None:
                             yield entry.name, inner
             elif start[:2] == b"\x1f\x8b":
-                # Without a mode it takes that of a file of ours, which is one for writing.
-                with gzip.GzipFile(fileobj=stream, mode="rb") as plain:
-                    yield "content", plain  # type: ignore[misc]
+                yield "content", Inflated(stream, GZIP)  # type: ignore[misc]
             elif start[:3] == b"BZh":
                 with bz2.BZ2File(stream) as plain:
                     yield "content", plain
@@ -147,7 +155,7 @@ class Search:
                 with lzma.LZMAFile(stream) as plain:
                     yield "content", plain
             elif is_zlib(start):
-                yield "content", Inflated(stream)  # type: ignore[misc]
+                yield "content", Inflated(stream, zlib.MAX_WBITS)  # type: ignore[misc]
             elif start.startswith(UNREAD):
                 self.has_unread = True
         except _FAULTS:
@@ -175,21 +183,42 @@ def is_zlib(start: bytes) -> bool:
 
 
 class Inflated:
-    """A zlib stream as a file to read from once."""
+    """A zlib or gzip stream, of several members too, as a file to read from once. Of a damaged one
+    it gives all that any program could get out of it."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
+    def __init__(self, stream: IO[bytes], window: int) -> None:
         stream.seek(0)
-        self._stream = stream
-        self._inflate = zlib.decompressobj()
+        self._stream, self._window = stream, window
+        self._inflate = zlib.decompressobj(window)
+        self._is_damaged = False
 
     def read(self, size: int) -> bytes:
-        while not self._inflate.eof:
-            packed = self._inflate.unconsumed_tail or self._stream.read(CHUNK_BYTES)
+        while not self._is_damaged:
+            packed = self._inflate.unconsumed_tail or self._inflate.unused_data
+            if self._inflate.eof:
+                self._inflate = zlib.decompressobj(self._window)
+            packed = packed or self._stream.read(SLICE_BYTES)
             if not packed:
-                return self._inflate.flush(size)
-            if content := self._inflate.decompress(packed, size):
+                return b""
+            before = self._inflate.copy()
+            try:
+                content = self._inflate.decompress(packed, size)
+            except zlib.error:
+                self._is_damaged = True
+                content = _until_damage(before, packed)
+            if content:
                 return content
         return b""
+
+
+def _until_damage(inflate: "zlib._Decompress", packed: bytes) -> bytes:
+    content = bytearray()
+    try:
+        for at in range(len(packed)):
+            content += inflate.decompress(packed[at : at + 1])
+    except zlib.error:
+        pass
+    return bytes(content)
 
 
 def _archived(stream: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:

@@ -11,15 +11,17 @@ from pathlib import Path
 
 from rlmix.core.errors import DataError
 from rlmix.sandbox.layers import mark_hidden
+from rlmix.tasks.prepare.archives import holds
+from rlmix.tasks.prepare.bytecode import stale_bytecode
 from rlmix.tasks.prepare.copies import is_leftover, near_copies
 from rlmix.tasks.prepare.image import is_git_data, is_git_folder, plain_file, resolve
 from rlmix.tasks.prepare.lines import Find, find_lines
-from rlmix.tasks.prepare.worktree import walk
+from rlmix.tasks.prepare.worktree import check_depth, names_of, walk
 
 PACKAGE_CACHES = (
     ".cache/", "/pkgs/", "_cacache/", "/.m2/", "/.gradle/", "/.cargo/registry/", "pkg/mod/cache/",
     "/.npm/", "/.yarn/", "pnpm-store/", "/wheels/", "/.ivy2/", "/.nuget/", "/.gem/", "/tmp/",
-    "/.bundle/cache/",
+    "/.bundle/cache/", "/var/cache/", "/var/lib/apt/lists/",
 )  # fmt: skip
 """Parts of paths below which a file can go without breaking a build that works offline."""
 INSTALLED = ("site-packages/", "dist-packages/")
@@ -98,6 +100,7 @@ def make_overlay(
     gone: tuple[str, ...] = (),
     is_fix_known: bool,
     tracked: frozenset[str] = frozenset(),
+    touched: frozenset[str] = frozenset(),
 ) -> list[str]:
     """Fill `overlay` so that the image on which it lies holds no copy of the fix.
 
@@ -108,6 +111,7 @@ def make_overlay(
             wherever they differ, because nobody can say which lines tell; near copies elsewhere
             are not accepted.
         tracked: paths that the base records.
+        touched: those that the fix changes; none where it is unknown.
 
     Returns:
         Absolute paths that are removed or replaced.
@@ -131,6 +135,8 @@ def make_overlay(
         if f"/{path}" in done:
             continue
         place = rootfs / path
+        if lines and any(holds(name, lines) for name in names_of(place.name, place)):
+            raise Unproven(f"the name or link /{path} holds a line of the fix or of a hidden test")
         if _goes(path, place):
             done.append(_whiteout(overlay, rootfs, f"/{path}"))
         elif entry_is_file(place):
@@ -141,6 +147,13 @@ def make_overlay(
     if not is_fix_known:
         done += _replace_installed(files, rootfs, repo, overlay, set(done))
         done += _hide_copies(files, rootfs, repo, overlay, set(done), tracked)
+    hidden = set(done)
+    for path, has_source in stale_bytecode(files, touched or tracked):
+        if f"/{path}" in hidden:
+            continue
+        if not has_source and "__pycache__/" not in path:
+            raise Unproven(f"/{path} is bytecode without its source, of a file that may be fixed")
+        done.append(_whiteout(overlay, rootfs, f"/{path}"))
     return sorted(set(done))
 
 
@@ -168,6 +181,7 @@ def _walk_image(rootfs: Path, inside: str) -> Iterator[tuple[str, object]]:
             path = f"{folder}/{child.name}" if folder else child.name
             if path == inside or (not folder and child.name in SKIPPED_TOPS):
                 continue
+            check_depth(path)
             yield path, child
             if child.is_dir() and not child.is_symlink() and not is_git_folder(child):
                 waiting.append(path)

@@ -1,14 +1,13 @@
 """Checks a prepared repository against what it must not hold. Reads the result, trusts no step."""
 
-import os
 from pathlib import Path
 
-from rlmix.tasks.prepare.archives import patterns_of, squeezed
+from rlmix.tasks.prepare.archives import holds
 from rlmix.tasks.prepare.git import closure_of, git, objects_in
 from rlmix.tasks.prepare.inspect import CHANNELS
 from rlmix.tasks.prepare.lines import find_lines
 from rlmix.tasks.prepare.overlay import Unproven
-from rlmix.tasks.prepare.worktree import MTIME_S, tree_id, walk
+from rlmix.tasks.prepare.worktree import MTIME_S, names_of, tree_id, walk
 
 ALLOWED = frozenset({"HEAD", "config", "index", "info", "objects", "refs", "packed-refs"})
 """All that a git folder of ours holds."""
@@ -71,9 +70,9 @@ def prove(
     found = find_lines(files, lines)
     bad = [find for find in found if not (find.is_unread and find.path in set(paths))]
     _check(not bad, bad[0].sentence() if bad else "")
-    named = [p for p, _ in walk(repo) if _holds(os.fsencode(p), lines)]
+    named = [p for p, entry in walk(repo) if any(holds(n, lines) for n in names_of(p, entry))]
     _check(not named, f"a name holds a line of the fix or of a hidden test: {named[:1]}")
-    told = [ref for ref in heads if _holds(ref.encode("utf-8", "surrogateescape"), lines)]
+    told = [ref for ref in heads if holds(ref.encode("utf-8", "surrogateescape"), lines)]
     _check(not told, f"a tag's name holds a line of the fix: {told[:1]}")
     late = [p for p, e in walk(repo) if e.stat(follow_symlinks=False).st_mtime != MTIME_S]
     _check(not [p for p in late if not p.startswith(".git")], f"times differ: {late[:3]}")
@@ -84,11 +83,6 @@ def prove(
         f"none of {len(gone)} hidden paths and none of {len(lines)} telling lines is there",
         f"{len(files)} files have one modification time",
     )
-
-
-def _holds(name: bytes, lines: tuple[bytes, ...]) -> bool:
-    plain = squeezed(name)
-    return any(pattern in plain for pattern, _ in patterns_of(lines))
 
 
 def _check(holds: bool, otherwise: str) -> None:

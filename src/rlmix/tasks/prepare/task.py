@@ -22,7 +22,7 @@ from rlmix.tasks.prepare.proof import prove
 from rlmix.tasks.prepare.recreate import recreate
 from rlmix.tasks.prepare.worktree import copy_base, indexed, set_times
 from rlmix.tasks.record import SourceTask
-from rlmix.tasks.sources.patches import changes_in
+from rlmix.tasks.sources.patches import changes_in, paths_in
 
 MAX_NAMED = 100
 
@@ -118,6 +118,7 @@ def _prepare(task: SourceTask, rootfs: Path, work: Path, inputs: str) -> Manifes
         gone=hidden.image_paths,
         is_fix_known=bool(fix_lines),
         tracked=frozenset(tracked),
+        touched=frozenset(paths_in(fix)) if fix_lines else frozenset(),
     )
     commit = recreate(work, tracked=tracked, tag=original.tag, distance=original.tag_distance)
     tree, proof = prove(

@@ -18,6 +18,7 @@ from rlmix.tasks.prepare.git import git
 from rlmix.tasks.prepare.image import is_git_data, is_git_folder
 
 MAX_BYTES = 32 << 30
+MAX_DEPTH = 200
 MTIME_S = 1_700_000_000
 CACHES = frozenset(
     {
@@ -89,9 +90,29 @@ def copy_base(
     return copied
 
 
+def names_of(path: str, place: "os.DirEntry[str] | Path") -> Iterator[bytes]:
+    """The path, and where a link leads to: both can say something."""
+    yield os.fsencode(path)
+    if place.is_symlink():
+        yield os.fsencode(os.readlink(place))
+
+
+def check_depth(path: str) -> None:
+    """Refuse folders nested deeper than any project has them, before somebody walks down there.
+
+    Raises:
+        DataError: they are.
+    """
+    if path.count("/") > MAX_DEPTH:
+        raise DataError(f"folders are nested deeper than {MAX_DEPTH}: {path[:60]}...")
+
+
 def _check_size(repo: Path) -> None:
     """A sparse file would be written out."""
-    size = sum(e.stat(follow_symlinks=False).st_size for _, e in walk(repo))
+    size = 0
+    for path, entry in walk(repo):
+        check_depth(path)
+        size += entry.stat(follow_symlinks=False).st_size
     if size > MAX_BYTES:
         raise DataError(f"the work tree takes {size >> 30} GiB; allowed: {MAX_BYTES >> 30}")
 
