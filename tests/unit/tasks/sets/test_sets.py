@@ -91,3 +91,22 @@ def test_an_image_that_is_gone_when_the_gates_run_excludes_its_task(
     (one,) = document["excluded"]
     assert "cannot be run: sandbox: the unpacked image" in one["reason"]
     assert "No such file or directory" in one["reason"]
+
+
+def test_preparing_and_checking_a_set_again_changes_no_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.chmod(0o755)
+    made, out = SETS["harbor"].make(tmp_path), tmp_path / "out"
+
+    def contents() -> dict[str, tuple[float, bytes]]:
+        listed = (out / "repositories").rglob("*")
+        files = {p: p.lstat().st_mtime for p in listed if p.is_file() and not p.is_symlink()}
+        sets = {p: 0.0 for p in out.glob("*.json*") if p.name != "gates.jsonl"}  # Has durations.
+        return {str(p): (at, p.read_bytes()) for p, at in (files | sets).items()}
+
+    assert prepare(capfd, "harbor", made, out)[0] == 0
+    before = contents()
+    assert rlmix(capfd, "check", "harbor", "--path", out, "--runs", 1)[0] == 0
+    assert prepare(capfd, "harbor", made, out)[0] == 0
+    assert contents() == before
