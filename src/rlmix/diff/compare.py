@@ -36,6 +36,7 @@ from rlmix.numerics.views import encode_view
 TRAINER_PREFILL, PREFILL_DECODE, DECODE_RECORDED = (
     "trainer_prefill", "prefill_decode", "decode_recorded",
 )  # fmt: skip
+GROUPED_BY = ("accelerator", "view", "activations", "kv", "attention")
 NOISE_TEXTS = 4
 """Texts that the trainer scores again for its noise floor."""
 NOT_TESTED = (
@@ -168,6 +169,7 @@ def _compare_pool(
     return PoolFinding(
         name=pool.ask.name,
         numerics=_numerics(pool.ask),
+        groups={key: str(getattr(pool.ask, key)) for key in GROUPED_BY},
         total=total,
         edges={
             TRAINER_PREFILL: edge(trainer_P, prefill_P),

@@ -141,6 +141,7 @@ def _pool(
     return PoolFinding(
         name=name,
         numerics="as recorded",
+        groups={},
         total=total,
         edges=edges,
         tolerance_nats=tolerance_nats,

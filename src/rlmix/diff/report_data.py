@@ -38,6 +38,8 @@ class PoolFinding:
 
     name: str
     numerics: str
+    groups: Mapping[str, str]
+    """What pools are grouped by (accelerator, view, activations, kv, attention) -> value."""
     total: Gap
     """Trainer against recorded."""
     edges: Mapping[str, Gap]
@@ -89,6 +91,7 @@ class PoolFinding:
         return {
             **self.total.to_dict(),
             "numerics": self.numerics,
+            "groups": dict(self.groups),
             "verdict": self.verdict,
             "class": self.main_class,
             "share": self.by_class.get(self.main_class, 0.0),
@@ -131,6 +134,17 @@ class DiffReport:
         """False when a pool is beyond its limit and nobody can say why."""
         return all(p.is_within or p.main_class != UNKNOWN or not p.is_judged for p in self.pools)
 
+    def by_group(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Key -> value -> tokens, tokens that differ and mean |d| of all pools that have it."""
+        found: dict[str, dict[str, list[PoolFinding]]] = {}
+        for pool in self.pools:
+            for key, value in pool.groups.items():
+                found.setdefault(key, {}).setdefault(value, []).append(pool)
+        return {
+            key: {value: _together(pools) for value, pools in values.items()}
+            for key, values in found.items()
+        }
+
     def to_dict(self) -> dict[str, object]:
         total = {} if self.total is None else self.total.to_dict()
         return {
@@ -141,9 +155,19 @@ class DiffReport:
             "mean_abs": 0.0 if self.total is None else self.total.mean_abs,
             "noise_floor": self.noise_floor,
             "noise": dict(self.noise),
+            "by_group": self.by_group(),
             "by_pool": {pool.name: pool.to_dict() for pool in self.pools},
             "is_comparable": not self.obstacles,
             "obstacles": [asdict(obstacle) for obstacle in self.obstacles],
             "not_tested": list(self.not_tested),
             "machine": dict(self.machine),
         }
+
+
+def _together(pools: list[PoolFinding]) -> dict[str, float]:
+    tokens = sum(pool.total.tokens for pool in pools)
+    return {
+        "tokens": tokens,
+        "mismatch_count": sum(pool.total.mismatch_count for pool in pools),
+        "mean_abs": sum(pool.total.tokens * pool.total.mean_abs for pool in pools) / tokens,
+    }

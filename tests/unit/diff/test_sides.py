@@ -103,6 +103,12 @@ def test_formats_are_told_and_every_edge_adds_up() -> None:
         assert edges["decode_recorded"].mismatch_count == 0
         means = [edges[name].signed_mean for name in edges]
         assert sum(means) == pytest.approx(pool.total.signed_mean, abs=1e-6)
+    kv = found.by_group()["kv"]
+    assert {value: row["tokens"] for value, row in kv.items()} == {
+        "fp8": quantised.total.tokens,
+        "bf16": plain.total.tokens,
+    }
+    assert kv["fp8"]["mean_abs"] == pytest.approx(quantised.total.mean_abs)
     document = found.to_dict()
     assert set(document["by_pool"]["b200"]) >= {  # type: ignore[index]
         "mismatch_count", "mean_abs", "k3_kl", "verdict", "class", "share",
