@@ -126,6 +126,7 @@ async def judge_all(
             scratch,
             request.sandbox_owner or f"eval{os.getpid()}",
             image=config.sandbox.image,
+            has_images=config.eval.data not in ("mini", "generated"),
             servers=tuple(config.sandbox.servers),
             allow_weak=_allows_weak(config, benchmark),
             allow_unisolated=config.sandbox.allow_unisolated,
