@@ -10,6 +10,7 @@ from rlmix.config import names
 from rlmix.config.problems import Problem, did_you_mean, shown
 from rlmix.config.schema.pools import PoolConfig, records_experts
 from rlmix.config.schema.train import TrainConfig
+from rlmix.core.addresses import is_loopback
 
 EXACT_TP = (1, 2, 4)
 """Processes among which the sums of exact mode can be split (`numerics.consistent.contract`)."""
@@ -244,6 +245,26 @@ def _check_routing(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
+def _check_launch(config: TrainConfig) -> Iterator[Problem]:
+    """A cluster is joined, and its machines must reach each other."""
+    launch = config.launch
+    if launch.backend == "local":
+        return
+    if launch.address is None:
+        yield Problem(
+            where="launch.address",
+            what=f"got null with launch.backend={launch.backend}, which joins a Ray cluster",
+            hint="set launch.address=auto on a machine of the cluster, or launch=local",
+        )
+    if is_loopback(config.net.bind):
+        yield Problem(
+            where="net.bind",
+            what=f"got {config.net.bind} with launch.backend={launch.backend}, so that servers "
+            "could not be reached from the cluster's other machines",
+            hint="set net.bind=node",
+        )
+
+
 def _check_loop(config: TrainConfig) -> Iterator[Problem]:
     loop, weights = config.loop, config.weights
     if loop.group_size > 0 and loop.sessions_per_step % loop.group_size:
@@ -406,6 +427,7 @@ CHECKS: Sequence[Callable[[TrainConfig], Iterator[Problem]]] = (
     _check_exact,
     _check_sampling,
     _check_routing,
+    _check_launch,
     _check_loop,
     _check_sessions,
     _check_trainer,

@@ -47,7 +47,7 @@ PRICES = ("list", "market")
 """Which of the prices of accelerators a simulation counts with."""
 PAUSE_MODES = ("in_place", "retract", "abort")
 WEIGHT_TRANSPORTS = ("disk", "distributed")
-LAUNCH_BACKENDS = ("local",)
+LAUNCH_BACKENDS = ("local", "ray", "slurm", "kuberay")
 CONSISTENCIES = ("native", "exact")
 
 ALARMS = (

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlmix.config import names
 from rlmix.config.problems import Problem, did_you_mean, shown
+from rlmix.core.addresses import NODE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +60,7 @@ def _is_address(value: str) -> bool:
     try:
         ipaddress.ip_address(value)
     except ValueError:
-        return False
+        return value == NODE
     return True
 
 
@@ -69,7 +70,14 @@ FILE_NAME = Rule(
     "100 characters",
     accepts=lambda v: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", v) is not None,
 )
-ADDRESS = Rule(allowed="use an IP address, such as 127.0.0.1", accepts=_is_address)
+ADDRESS = Rule(
+    allowed="use an IP address, such as 127.0.0.1, or node for each machine's own",
+    accepts=_is_address,
+)
+RESOURCES = Rule(
+    allowed="map accelerators to names of Ray resources",
+    accepts=lambda v: all(isinstance(name, str) and name.strip() for name in v.values()),
+)
 VERSION = Rule(
     allowed='use text such as "9.0"', accepts=lambda v: re.fullmatch(r"\d+\.\d+", v) is not None
 )
@@ -289,7 +297,7 @@ RULES: dict[str, Rule] = {
     "launch.backend": one_of(names.LAUNCH_BACKENDS),
     "launch.address": or_null(TEXT),
     "launch.place_timeout_s": above(0),
-    "launch.resources.*": TEXT,
+    "launch.resources": RESOURCES,
     "launch.max_parallel_boots": at_least(1),
     "launch.boot_timeout_s": above(0),
     "launch.update_timeout_s": above(0),

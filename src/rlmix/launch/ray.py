@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from rlmix.core.addresses import NODE_VARIABLE
 from rlmix.core.errors import LaunchError, PlacementError
 from rlmix.launch.handle import Needs
 from rlmix.launch.needs import NodeSeen, bundle_of, not_placed
@@ -85,6 +86,7 @@ class _Host:
         os.dup2(fd, 2)
         os.close(fd)
         os.environ.update(environment)
+        os.environ[NODE_VARIABLE] = _node_address()
         _show_own_accelerators()
         _log_to_stderr()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="actor")
@@ -123,6 +125,12 @@ def _show_own_accelerators() -> None:
 
     if given := ray.get_runtime_context().get_accelerator_ids().get("GPU"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(given)
+
+
+def _node_address() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 def _log_to_stderr() -> None:
@@ -348,6 +356,11 @@ class RayCluster:
     @property
     def is_joined(self) -> bool:
         return self.temp_dir is None
+
+    @property
+    def node_address(self) -> str:
+        """Of this machine, as the others of the cluster reach it."""
+        return _node_address()
 
     def spawn(
         self,

@@ -4,10 +4,12 @@ Invariant: operations and settings of the former attempt are taken over before a
 everything that changes pools goes through the one scaler.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlmix.config.schema.train import TrainConfig
+from rlmix.core.addresses import bind_address
 from rlmix.core.errors import ConfigError
 from rlmix.loop.autoscale import Autoscaler, TrainerSeen
 from rlmix.loop.control import ControlServer
@@ -114,7 +116,7 @@ class LiveScaling:
         )
         self._control = ControlServer(
             run.path,
-            bind=config.net.bind,
+            bind=bind_address(config.net.bind, os.environ),
             describe=lambda: self._describe(fleet, loop),
             show=show,
             ask=self._ask,

@@ -5,7 +5,7 @@ Invariant: everything that is missing is told at once, each with what to do.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rlmix.config.schema.train import TrainConfig
@@ -18,6 +18,12 @@ from rlmix.plan.runplan import RunPlan
 from rlmix.tasks.source import open_source
 
 DEVICES = Path("/dev")
+MARKS = {
+    "slurm": ("SLURM_JOB_ID", "SLURM_JOBID"),
+    "kuberay": ("KUBERNETES_SERVICE_HOST",),
+}
+"""Launch target -> variables of which a process inside it has one."""
+PLACES = {"slurm": "in no SLURM job", "kuberay": "in no pod"}
 ANSWERS = Path("~/.cache/rlmix/sglang-arguments")
 """Where the answers of SGLang's parser are kept."""
 
@@ -26,12 +32,6 @@ def interpreter(config: TrainConfig) -> str:
     """Python of real servers, whether or not it is there."""
     named = config.sglang.python
     return str(sglang_python(named, version=SGLANG_VERSION, environ=os.environ))
-
-
-def found_sglang() -> tuple[Path, bool]:
-    """The default place of SGLang on this machine, and whether it is there whole."""
-    python = sglang_python(None, version=SGLANG_VERSION, environ=os.environ)
-    return python, is_runnable(python) and not is_being_made(python)
 
 
 def argument_faults(plan: RunPlan, config: TrainConfig, *, cache: Path = ANSWERS) -> list[str]:
@@ -79,10 +79,24 @@ def task_faults(config: TrainConfig) -> Iterator[str]:
             )
 
 
+def launch_faults(config: TrainConfig, environ: Mapping[str, str]) -> Iterator[str]:
+    """Why this is not the place where such a cluster is joined."""
+    backend = config.launch.backend
+    if backend in MARKS and not any(name in environ for name in MARKS[backend]):
+        yield (
+            f"launch={backend}: none of {', '.join(MARKS[backend])} is set, so this process is "
+            f"{PLACES[backend]}; start it there as docs/cluster.md says, or take launch=ray"
+        )
+
+
 def start_faults(plan: RunPlan, config: TrainConfig, *, devices: Path = DEVICES) -> list[str]:
     """Why this plan cannot be started here, one line each."""
-    faults = list(task_faults(config))
-    started = {name: pool for name, pool in plan.pools.items() if pool.engine == "sglang"}
+    faults = [*launch_faults(config, os.environ), *task_faults(config)]
+    is_joined = config.launch.address is not None
+    # In a cluster they start on other machines, each of which says what it lacks: `rlmix doctor`.
+    started = {
+        name: pool for name, pool in plan.pools.items() if pool.engine == "sglang" and not is_joined
+    }
     python = Path(interpreter(config))
     if started and is_runnable(python) and is_being_made(python):
         faults.append(
@@ -102,7 +116,7 @@ def start_faults(plan: RunPlan, config: TrainConfig, *, devices: Path = DEVICES)
     }
     found = len(list(devices.glob("nvidia[0-9]*")))
     trainer = config.trainer
-    if trainer.device != "cpu" and trainer.ranks > found:
+    if trainer.device != "cpu" and trainer.ranks > found and not is_joined:
         faults.append(
             f"trainer.device={trainer.device}: this machine has {found} accelerators, and each of "
             f"trainer.ranks={trainer.ranks} needs one; lower trainer.ranks, or set "

@@ -6,8 +6,10 @@ no replica and registers them all.
 """
 
 import asyncio
+import os
 from urllib.parse import urlsplit
 
+from rlmix.core.addresses import reachable, with_host
 from rlmix.core.errors import LaunchError
 from rlmix.launch.process import ChildProcess, describe_exit
 from rlmix.observe.run_dir import RunDir
@@ -43,7 +45,7 @@ class RouterProcess:
     async def wait_ready(self) -> str:
         """The router's URL, which stays the same over restarts."""
         ready = await self._process.wait_ready(READY_LIMIT_S)
-        url = str(ready["url"])
+        url = reachable(str(ready["url"]), os.environ)
         self._port = str(urlsplit(url).port)
         self._keeper = asyncio.create_task(self._keep(), name="router keeper")
         return url
@@ -72,7 +74,10 @@ class RouterProcess:
 
     def _start(self) -> ChildProcess:
         ready_path = self._run.path / READY_FOLDER / f"{self._name}.json"
-        argv = [word.replace("{ready_file}", str(ready_path)) for word in self._plan.argv]
+        argv = [
+            word.replace("{ready_file}", str(ready_path))
+            for word in with_host(self._plan.argv, os.environ)
+        ]
         argv[argv.index("--port") + 1] = self._port
         # So that sessions find their replica and keep their weight view over a restart.
         argv += ["--state-dir", str(self._run.path / self._name)]

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlmix.config.schema.train import TrainConfig
+from rlmix.core.addresses import NODE_VARIABLE, meeting_address
 from rlmix.evals.evaluator import Evaluator, EvaluatorSpec
 from rlmix.launch.handle import Handle
 from rlmix.launch.ray import RayCluster
@@ -67,12 +68,15 @@ class Runtime:
         self._exit.callback(os.environ.pop, TOKEN_VARIABLE, None)
         await asyncio.to_thread(reap, run.run_id, scratch)  # Of an attempt that was killed.
         self._exit.callback(reap, run.run_id, scratch)
+        if self._config.launch.address is not None:
+            # First, because it says by which address other machines reach the router.
+            self._open_cluster()
         router = self.router_process = RouterProcess(self._plan.router, run)
         self._exit.push_async_callback(router.stop)
-        # Ray wants the main thread for its signal handlers, and this blocks for some seconds;
-        # the router starts meanwhile.
-        self._cluster = self._start_cluster()
-        self._exit.callback(self._cluster.stop)
+        if self._cluster is None:
+            # Ray wants the main thread for its signal handlers, and this blocks for some seconds;
+            # the router starts meanwhile.
+            self._open_cluster()
         self.trainer = self._start_trainer(views)
         self._exit.callback(self.trainer.kill)
         url = await router.wait_ready()
@@ -193,6 +197,13 @@ class Runtime:
             on_event=run.events.append,
         )
 
+    def _open_cluster(self) -> None:
+        self._cluster = self._start_cluster()
+        self._exit.callback(self._cluster.stop)
+        if self._cluster.is_joined:
+            os.environ[NODE_VARIABLE] = self._cluster.node_address
+            self._exit.callback(os.environ.pop, NODE_VARIABLE, None)
+
     def _start_cluster(self) -> RayCluster:
         launch, run = self._config.launch, self._run
         if launch.address is None:
@@ -221,4 +232,4 @@ def make_trainer(spec: TrainerSpec) -> object:
     """Runs in the trainer's process; the driver itself never imports torch."""
     from rlmix.trainer.rank import TrainerRank
 
-    return TrainerRank(spec)
+    return TrainerRank(replace(spec, host=meeting_address(spec.host, os.environ)))

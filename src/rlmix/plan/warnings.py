@@ -1,10 +1,10 @@
 """What a user should know before the run starts, though nothing is wrong enough to refuse it."""
 
-import ipaddress
 from collections.abc import Iterator, Mapping
 
 from rlmix.config.schema.pools import PoolConfig
 from rlmix.config.schema.train import TrainConfig
+from rlmix.core.addresses import is_loopback
 from rlmix.plan.accelerators import CPU, architecture, multiplies
 from rlmix.plan.capabilities import UNKNOWN, judge
 from rlmix.plan.fit import fit_warnings
@@ -47,7 +47,7 @@ def plan_warnings(
             "algo.importance=none on pools of different formats: uncorrected policy gradients "
             "collapse on a mixed fleet"
         )
-    if not ipaddress.ip_address(config.net.bind).is_loopback:
+    if not is_loopback(config.net.bind):
         yield f"net.bind={config.net.bind}: servers can be reached from other machines"
     if config.sandbox.allow_unisolated:
         yield "sandbox.allow_unisolated=true: where isolation fails, commands run with your rights"

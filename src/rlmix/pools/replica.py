@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlmix.core.addresses import meeting_address, reachable, with_host
 from rlmix.core.errors import EngineError, LaunchError
 from rlmix.engine.keys import KEY_VARIABLE
 from rlmix.engine.sglang.launch import start_command, start_environment
@@ -78,7 +79,8 @@ class Replica:
         url = spec.url
         if url is None:
             self._child = self._start(version, folder, api_key=token, admin_key=admin_token)
-            url = str((await self._child.wait_ready(spec.boot_timeout_s))["url"])
+            said = await self._child.wait_ready(spec.boot_timeout_s)
+            url = reachable(str(said["url"]), os.environ)
         self._admin = EngineAdmin(url, name=spec.name, token=token, admin_token=admin_token)
         self._verifier = Verifier(url, name=spec.name, token=token, admin_token=admin_token)
         if spec.push is not None:
@@ -87,7 +89,7 @@ class Replica:
                 url,
                 name=spec.name,
                 token=token if admin_token is None else admin_token,
-                host=spec.push.host,
+                host=meeting_address(spec.push.host, os.environ),
                 num_ranks=spec.push.num_ranks,
                 backend=spec.push.backend,
                 limit_s=spec.update_timeout_s,
@@ -136,7 +138,7 @@ class Replica:
             )
             argv = start_command(argv)
         return ChildProcess.start(
-            [_fill(word, values) for word in argv],
+            [_fill(word, values) for word in with_host(argv, os.environ)],
             name=spec.name,
             log_path=spec.log_path,
             env=env,

@@ -3,10 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from rlmix.cli.train import facts_of
 from rlmix.config.compose import load_config
 from rlmix.loop.fleets import evaluating_pool
-from rlmix.loop.preflight import interpreter, start_faults
+from rlmix.loop.preflight import interpreter, launch_faults, start_faults
 from rlmix.plan.build import build_plan
 
 
@@ -79,3 +81,26 @@ def test_the_evaluation_is_served_by_an_embedded_pool_or_by_real_ones_in_bf16() 
 def test_the_interpreter_is_the_configured_one() -> None:
     config = load_config("train", ["sglang.python=/opt/sglang/bin/python"]).config
     assert interpreter(config) == "/opt/sglang/bin/python"
+
+
+def test_a_cluster_s_machines_say_themselves_what_they_lack(tmp_path: Path) -> None:
+    joined = ("launch=ray", "net.bind=node")
+    asked = ("experiment=qwen36_b200", "trainer.device=cpu", "loop.eval_tasks=0")
+    tasks = ("tasks.source=generated", "sglang.python=/no/python")
+    assert faults(*asked, *tasks, *joined, devices=tmp_path) == []
+    assert len(faults(*asked, *tasks, devices=tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("backend", "mark", "place"),
+    [
+        ("slurm", "SLURM_JOB_ID", "in no SLURM job"),
+        ("kuberay", "KUBERNETES_SERVICE_HOST", "no pod"),
+    ],
+)
+def test_a_launch_target_is_refused_outside_of_it(backend: str, mark: str, place: str) -> None:
+    config = load_config("train", [f"launch={backend}", "net.bind=node"]).config
+    (line,) = launch_faults(config, {"HOME": "/"})
+    assert line.startswith(f"launch={backend}: none of {mark}")
+    assert place in line
+    assert list(launch_faults(config, {mark: "7"})) == []
