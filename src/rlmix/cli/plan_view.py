@@ -184,7 +184,10 @@ def _others(plan: RunPlan) -> "Table":
     if trainer.gpus:
         memory = (
             f"; {trainer.rank_gib:.0f} GiB each (modelled), {trainer.memory_gib:.0f} GiB of "
-            "weights and optimizer in all"
+            "weights and optimizer in all; by part: "
+            + ", ".join(f"{part} {size:.1f}" for part, size in trainer.rank_parts_gib.items())
+            + f"; a micro-batch of {trainer.most_tokens:,} tokens is the longest that fits; "
+            f"{trainer.tokens_per_s:,.0f} tokens/s"
         )
     table.add_row(
         "trainer",

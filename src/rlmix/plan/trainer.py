@@ -5,12 +5,15 @@ from rlmix.plan.memory import GIB
 from rlmix.plan.model_facts import ModelFacts
 from rlmix.plan.placement import Placement, mean_price
 from rlmix.plan.runplan import TrainerPlan
+from rlmix.plan.trainer_memory import (
+    TrainerMemory,
+    most_that_fit,
+    trained_tokens_per_s,
+    trainer_memory,
+)
 
 BYTES_PER_PARAM = {"adamw": 2 + 4 + 4 + 8, "sgd": 2 + 4 + 4}
 """BF16 weights, float32 master and gradient, two float32 moments."""
-LAYER_WORKSPACE = 24
-"""Widths of BF16 activations per token that are alive inside one recomputed layer: queries, keys,
-values, gates, and the copies that top-k experts take."""
 
 
 def plan_trainer(
@@ -20,12 +23,34 @@ def plan_trainer(
     trainer = config.trainer
     states = facts.params * BYTES_PER_PARAM[trainer.optimizer]
     tokens = trainer.micro_batch_tokens
-    activations = 2.0 * tokens * facts.hidden * (facts.layers + LAYER_WORKSPACE)
+
+    def memory(micro_batch: int) -> TrainerMemory:
+        return trainer_memory(
+            facts,
+            tokens=micro_batch,
+            # All of them, which no session has: a tool's tokens are read and not learned.
+            policy_tokens=micro_batch,
+            ranks=trainer.ranks,
+            optimizer=trainer.optimizer,
+            recomputes=trainer.recompute,
+            offloads=trainer.offload,
+        )
+
+    held = memory(tokens)
+    most_tokens, tokens_per_s = None, None
     gpus, price = 0, 0.0
     if trainer.device != "cpu":
         gpus = trainer.ranks
         listed = config.accelerators[trainer.device].usd_per_hour
         price = mean_price(placement.trainer, placement.usd_per_hour, listed) or 0.0
+        chip = config.accelerators[trainer.device]
+        most_tokens = most_that_fit(memory, chip.memory_gb * 1e9)
+        tokens_per_s = trained_tokens_per_s(
+            facts,
+            tflops=chip.bf16_tflops * trainer.ranks,
+            session_tokens=min(tokens, config.session.max_context_tokens),
+            recomputes=trainer.recompute,
+        )
     return TrainerPlan(
         ranks=trainer.ranks,
         device=trainer.device,
@@ -37,7 +62,10 @@ def plan_trainer(
         views=views,
         gpus=gpus,
         memory_gib=states / GIB,
-        rank_gib=(states / trainer.ranks + activations) / GIB,
+        rank_gib=held.total_bytes / GIB,
+        rank_parts_gib={part: size / GIB for part, size in held.parts().items()},
+        most_tokens=most_tokens,
+        tokens_per_s=tokens_per_s,
         nodes=placement.trainer,
         usd_per_hour=gpus * price,
     )
@@ -53,7 +81,8 @@ def trainer_faults(config: TrainConfig, plan: TrainerPlan, placement: Placement)
         where = f"accelerators.{plan.device}.usd_per_hour"
         faults.append(f"{where}: no public price is known; set {where}=PRICE")
     if plan.rank_gib * GIB > chip.memory_gb * 1e9:
-        share = plan.memory_gib / plan.ranks
+        parts = plan.rank_parts_gib
+        share = sum(parts[part] for part in ("weights", "master", "gradient", "optimizer"))
         more = "; raise trainer.ranks" if share > plan.rank_gib / 2 else ""
         faults.append(
             f"trainer.ranks: got {plan.ranks} on {plan.device}: {share:.0f} GiB of "

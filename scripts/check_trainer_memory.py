@@ -1,0 +1,166 @@
+#!/usr/bin/env python
+"""Compares the trainer's planned memory with measured peaks of small models.
+
+    python scripts/check_trainer_memory.py [--json] [--tolerance 0.15]
+
+Each case in a process of its own on one thread: a random model is loaded, one session of so many
+tokens goes forward and backward, AdamW steps. Measured is the peak of resident memory above what the
+process held after the same with a model of almost nothing (torch, Transformers, kernels). Planned is
+`plan.trainer_memory` of the same config.json. Exit 1 when one is further off than the tolerance.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+DENSE = {
+    "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 2048,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "max_position_embeddings": 65536, "tie_word_embeddings": False,
+}  # fmt: skip
+MOE = {
+    **DENSE, "moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+LARGE_VOCABULARY = {**DENSE, "vocab_size": 65536}
+CASES = {
+    # name: (class of the config, sizes, tokens, recompute)
+    "dense, 4K tokens, recomputed": ("Qwen3Config", DENSE, 4096, True),
+    "dense, 8K tokens, recomputed": ("Qwen3Config", DENSE, 8192, True),
+    "dense, 4K tokens, all kept": ("Qwen3Config", DENSE, 4096, False),
+    "experts, 4K tokens, recomputed": ("Qwen3MoeConfig", MOE, 4096, True),
+    "experts, 8K tokens, recomputed": ("Qwen3MoeConfig", MOE, 8192, True),
+    "experts, 4K tokens, all kept": ("Qwen3MoeConfig", MOE, 4096, False),
+    "vocabulary of 65,536, 4K tokens": ("Qwen3Config", LARGE_VOCABULARY, 4096, True),
+}
+WARM = {"num_hidden_layers": 1, "vocab_size": 600}
+
+
+def status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise SystemExit(f"/proc/self/status has no {field}")
+
+
+def build(kind: str, sizes: dict[str, Any], folder: Path) -> None:
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**sizes)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(
+        folder
+    )
+
+
+def step(folder: Path, tokens: int, *, recomputes: bool) -> None:
+    """One optimizer step over one session, as a rank does it."""
+    import torch
+    from long_step import sample_of
+
+    from rlmix.batch.packing import pack_samples
+    from rlmix.trainer.optimizer import MasterOptimizer
+    from rlmix.trainer.policy import LONG_ATTENTION, Policy
+    from rlmix.trainer.spec import AlgoSpec, OptimizerSpec
+    from rlmix.trainer.step import run_micro_batches, step_denominator
+
+    torch.set_num_threads(1)
+    policy = Policy.load(folder, attention=LONG_ATTENTION)
+    if recomputes:
+        policy.recompute()
+    spec = OptimizerSpec(
+        name="adamw", lr=1e-6, beta1=0.9, beta2=0.95, weight_decay=0.0, grad_clip=1.0,
+        warmup_steps=0,
+    )  # fmt: skip
+    optimizer = MasterOptimizer(policy.parameters(), spec)
+    algo = AlgoSpec(
+        importance="mis", low=0.5, high=5.0, centering=True, sequence_mask="none",
+        sequence_low=0.5, sequence_high=2.0, veto=0.0, average="tokens", replay=True,
+        routing_replay=False, temperature=1.0,
+    )  # fmt: skip
+    vocab = policy.model.get_output_embeddings().weight.shape[0]
+    for number in range(2):  # The second step has moments from its beginning.
+        batches = pack_samples([sample_of(tokens, vocab, number=number)], max_tokens=tokens)
+        with optimizer.accumulating():
+            run_micro_batches(
+                policy, batches, algo, denominator=step_denominator(batches, algo),
+                trainer_version=0,
+            )  # fmt: skip
+        optimizer.step(grad_norm=optimizer.grad_norm())
+
+
+def measure(name: str) -> dict[str, float]:
+    kind, sizes, tokens, recomputes = CASES[name]
+    with tempfile.TemporaryDirectory() as scratch:
+        build(kind, {**sizes, **WARM}, Path(scratch) / "warm")
+        build(kind, sizes, Path(scratch) / "model")
+        step(Path(scratch) / "warm", 64, recomputes=recomputes)
+        held = status_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")
+        step(Path(scratch) / "model", tokens, recomputes=recomputes)
+        measured = status_bytes("VmHWM") - held
+        planned = plan(Path(scratch) / "model", tokens, recomputes=recomputes)
+    return {"measured_mib": measured / 2**20, **planned}
+
+
+def plan(folder: Path, tokens: int, *, recomputes: bool) -> dict[str, float]:
+    from rlmix.plan.model_facts import facts_from_file
+    from rlmix.plan.trainer_memory import trainer_memory
+
+    found = trainer_memory(
+        facts_from_file("measured", folder / "config.json"),
+        tokens=tokens,
+        policy_tokens=tokens // 2,
+        ranks=1,
+        optimizer="adamw",
+        recomputes=recomputes,
+        offloads=False,
+    )
+    return {"planned_mib": found.total_bytes / 2**20} | {
+        f"{part}_mib": size / 2**20 for part, size in found.parts().items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--tolerance", type=float, default=0.15)
+    parser.add_argument("--only", help="cases whose names hold this")
+    parser.add_argument("--one", metavar="CASE")
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measure(arguments.one)))
+        return
+    # Memory that is freed goes back at once, so that a peak is one of live tensors.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "262144",
+                                "MALLOC_TRIM_THRESHOLD_": "262144"}  # fmt: skip
+    rows = []
+    for name in CASES:
+        if arguments.only and arguments.only not in name:
+            continue
+        done = subprocess.run(
+            [sys.executable, __file__, "--one", name],
+            stdout=subprocess.PIPE, check=True, env=environment,
+        )  # fmt: skip
+        row = {"case": name, **json.loads(done.stdout.splitlines()[-1])}
+        row["ratio"] = row["planned_mib"] / row["measured_mib"]
+        rows.append(row)
+        print(
+            f"{name:<36} planned {row['planned_mib']:>7,.0f} MiB, measured "
+            f"{row['measured_mib']:>7,.0f} MiB, {row['ratio']:.2f}",
+            file=sys.stderr,
+        )
+    if arguments.json:
+        print(json.dumps({"rows": rows}))
+    if any(abs(row["ratio"] - 1.0) > arguments.tolerance for row in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
