@@ -298,7 +298,8 @@ def report(found: dict[str, Any]) -> str:
     for view, row in found["views"].items():
         given, most = row["of_entropy_given_exponent"], row["of_entropy_given_exponent_max"]
         lines.append(
-            f"{view:<6} {100 * row['changed_frac']:>6.2f} % {row['published_bytes'] / 1e3:>9,.0f} KB"
+            f"{view:<6} {100 * row['changed_frac']:>6.2f} %"
+            f" {row['published_bytes'] / 1e3:>9,.0f} KB"
             f" {100 * row['of_full']:>9.2f} % {row['of_entropy']:>10.3f}"
             f" ({row['of_entropy_max']:.3f}) {given:>11.3f} ({most:.3f})"
             f"      {row['encode_mb_per_cpu_s']:>8.0f} {row['apply_mb_per_cpu_s']:>6.0f}"

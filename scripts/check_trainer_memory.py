@@ -4,9 +4,10 @@
     python scripts/check_trainer_memory.py [--json] [--tolerance 0.15]
 
 Each case in a process of its own on one thread: a random model is loaded, one session of so many
-tokens goes forward and backward, AdamW steps. Measured is the peak of resident memory above what the
-process held after the same with a model of almost nothing (torch, Transformers, kernels). Planned is
-`plan.trainer_memory` of the same config.json. Exit 1 when one is further off than the tolerance.
+tokens goes forward and backward, AdamW steps. Measured is the peak of resident memory above what
+the process held after the same with a model of almost nothing (torch, Transformers, kernels).
+Planned is `plan.trainer_memory` of the same config.json. Exit 1 when one is further off than the
+tolerance.
 """
 
 import argparse
