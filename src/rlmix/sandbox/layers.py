@@ -18,7 +18,9 @@ from pathlib import Path
 from rlmix.core.errors import SandboxError
 
 MARK = ".wh."
-IS_FOLDER = "folder"
+IS_FILE, IS_FOLDER, IS_LINK = "file", "folder", "link"
+MAX_MOUNTS = 2500
+"""bubblewrap takes 9000 words; a mount is three."""
 OWN_TOPS = frozenset({"proc", "sys", "dev", "run", "tmp"})
 """Of every sandbox its own; nothing of an image is seen there."""
 UNSEEN_TOPS = OWN_TOPS - {"run"}
@@ -38,12 +40,17 @@ class Change:
     is_folder: bool = False
 
 
-def mark_hidden(overlay: Path, path: str, *, is_folder: bool) -> None:
-    """Say in `overlay` that `path` (absolute in the image) must not be seen."""
+def mark_hidden(overlay: Path, path: str, *, kind: str) -> None:
+    """Say in `overlay` that `path` (absolute in the image) must not be seen.
+
+    Args:
+        kind: IS_FILE, IS_FOLDER or IS_LINK; nothing is mounted over a link, since a mount would go
+            to where it leads, which has a mark of its own.
+    """
     target = overlay / path.strip("/")
     target.parent.mkdir(parents=True, exist_ok=True)
     mark = target.parent / f"{MARK}{target.name}"
-    mark.write_text(IS_FOLDER if is_folder else "file")
+    mark.write_text(kind)
 
 
 def changes_in(overlay: Path) -> tuple[Change, ...]:
@@ -63,9 +70,9 @@ def changes_in(overlay: Path) -> tuple[Change, ...]:
                 found.append(Change(path=f"/{(inside / name).as_posix()}", source=file))
                 continue
             path = f"/{(inside / name.removeprefix(MARK)).as_posix()}"
-            is_folder = file.read_text() == IS_FOLDER
-            if path.strip("/").partition("/")[0] not in UNSEEN_TOPS:
-                found.append(Change(path=path, source=None, is_folder=is_folder))
+            kind = file.read_text()
+            if kind != IS_LINK and path.strip("/").partition("/")[0] not in UNSEEN_TOPS:
+                found.append(Change(path=path, source=None, is_folder=kind == IS_FOLDER))
     hidden = [f"{one.path}/" for one in found if one.is_folder]
     kept = [one for one in found if not one.path.startswith(tuple(hidden))]
     return tuple(sorted(kept, key=lambda one: one.path))
@@ -111,6 +118,7 @@ def image_arguments(
         SandboxError: the image cannot be entered, or holds no shell.
     """
     try:
+        rootfs.stat()
         is_open = not must_be_public or _is_public(rootfs)
     except OSError as error:
         raise SandboxError(f"sandbox: the unpacked image {rootfs}: {error}") from None
@@ -136,6 +144,9 @@ def _mounts(
         if stat.S_ISLNK(mode):
             yield from ("--symlink", os.readlink(child), inside)
         elif stat.S_ISDIR(mode):
+            if must_be_public and not _is_public(child):
+                yield from ("--dir", inside)
+                continue
             below = [one for one in own if one.startswith(f"{inside}/")]
             if inside in own:
                 continue
@@ -143,14 +154,36 @@ def _mounts(
                 yield from ("--ro-bind", f"{seen_as}/{path}", inside)
             else:
                 yield from ("--dir", inside)
-                if not must_be_public or _is_public(child):
-                    yield from _mounts(rootfs, path, seen_as, own, must_be_public)
+                yield from _mounts(rootfs, path, seen_as, own, must_be_public)
         elif stat.S_ISREG(mode):
             yield from ("--ro-bind", f"{seen_as}/{path}", inside)
 
 
 def _is_public(folder: Path) -> bool:
-    return folder.stat().st_mode & 0o005 == 0o005
+    try:
+        return folder.stat().st_mode & 0o005 == 0o005
+    except FileNotFoundError:
+        return True  # Made by the sandbox.
+
+
+def reachable(changes: tuple[Change, ...], rootfs: Path) -> tuple[Change, ...]:
+    """Changes that another user can come to; below a private folder nothing is seen, and nothing
+    can be mounted.
+
+    Raises:
+        SandboxError: more than a command line can name.
+    """
+    found = tuple(
+        one
+        for one in changes
+        if all(_is_public(rootfs / place) for place in list(Path(one.path[1:]).parents)[:-1])
+    )
+    if len(found) > MAX_MOUNTS:
+        raise SandboxError(
+            f"sandbox: {len(found)} paths of the unpacked image {rootfs} are seen otherwise; "
+            f"allowed: {MAX_MOUNTS}"
+        )
+    return found
 
 
 def bubblewrap_mounts(changes: tuple[Change, ...], *, overlay: str, static: str) -> Iterator[str]:

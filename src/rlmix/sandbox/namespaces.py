@@ -15,7 +15,7 @@ from rlmix.core.task import Commit
 from rlmix.sandbox import bubblewrap
 from rlmix.sandbox.cgroups import Group
 from rlmix.sandbox.launched import LaunchedBackend
-from rlmix.sandbox.layers import bubblewrap_mounts, changes_in, image_arguments
+from rlmix.sandbox.layers import bubblewrap_mounts, changes_in, image_arguments, reachable
 from rlmix.sandbox.link import RUN_MARK
 from rlmix.sandbox.placement import Placement
 from rlmix.sandbox.probe import check_isolation
@@ -162,6 +162,8 @@ class NamespaceBackend(LaunchedBackend):
             image_arguments, rootfs, seen_as, own, must_be_public=self._uids.drops
         )
         changes = await asyncio.to_thread(changes_in, template.path / "overlay")
+        if self._uids.drops:
+            changes = await asyncio.to_thread(reachable, changes, rootfs)
         place = self._scratch / template.path.name / "overlay"
         mounts = bubblewrap_mounts(changes, overlay=str(place), static=f"{self._scratch}/static")
         return [*system, *mounts]

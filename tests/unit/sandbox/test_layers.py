@@ -20,12 +20,17 @@ from rlmix.sandbox.containers import (
     docker_command,
 )
 from rlmix.sandbox.layers import (
+    IS_FILE,
+    IS_FOLDER,
+    IS_LINK,
+    MAX_MOUNTS,
     Change,
     bubblewrap_mounts,
     changes_in,
     engine_mounts,
     image_arguments,
     mark_hidden,
+    reachable,
 )
 from rlmix.sandbox.protocol import SandboxBackend
 from rlmix.sandbox.repository import build_template, fast_import_stream
@@ -52,10 +57,16 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedRepository:
     overlay = folder / "overlay"
     (overlay / "opt/site").mkdir(parents=True)
     (overlay / "opt/site/pack.py").write_text("of the base\n")
-    mark_hidden(overlay, "/opt/cache/pack.whl", is_folder=False)
-    mark_hidden(overlay, "/srv/logs", is_folder=True)
-    mark_hidden(overlay, "/srv/logs/reward.txt", is_folder=False)
-    mark_hidden(overlay, "/tmp/left", is_folder=True)
+    mark_hidden(overlay, "/opt/cache/pack.whl", kind=IS_FILE)
+    mark_hidden(overlay, "/srv/logs", kind=IS_FOLDER)
+    mark_hidden(overlay, "/srv/logs/reward.txt", kind=IS_FILE)
+    mark_hidden(overlay, "/tmp/left", kind=IS_FOLDER)
+    # A link to what is hidden, and a folder that a sandbox's user cannot enter.
+    (rootfs / "logs-link").symlink_to("/srv/logs")
+    mark_hidden(overlay, "/logs-link", kind=IS_LINK)
+    (rootfs / "srv/private").mkdir(mode=0o700)
+    (rootfs / "srv/private/fix").write_text(SECRET)
+    mark_hidden(overlay, "/srv/private/fix", kind=IS_FILE)
     return PreparedRepository(
         folder=str(folder),
         commit=made.base_commit,
@@ -92,7 +103,9 @@ def test_a_task_runs_in_its_image_and_sees_nothing_that_the_overlay_hides(
             assert await says("pwd; cat a.txt; ls -A") == "/testbed\na\n.git\na.txt"
             assert await says("image-tool") == "of the image"  # By the login shell's PATH.
             assert await says("cat /opt/site/pack.py") == "of the base"
-            assert await says("cat /opt/cache/pack.whl; ls /srv/logs") == ""
+            assert await says("cat /opt/cache/pack.whl; ls /srv/logs /logs-link/") == (
+                "/logs-link/:\n\n/srv/logs:"
+            )
             found = await says(f"grep -rl '{SECRET}' / --exclude-dir=proc 2>/dev/null")
             assert found == ""
             assert "Read-only" in await says("echo x > /opt/site/pack.py")
@@ -198,6 +211,7 @@ def test_changes_leave_out_what_a_hidden_folder_covers(prepared: PreparedReposit
         Change(path="/opt/cache/pack.whl", source=None),
         Change(path="/opt/site/pack.py", source=overlay / "opt/site/pack.py"),
         Change(path="/srv/logs", source=None, is_folder=True),
+        Change(path="/srv/private/fix", source=None),
     )
     assert changes_in(overlay / "none") == ()
 
@@ -206,7 +220,7 @@ def test_engines_are_given_one_mount_per_change_whatever_the_name(tmp_path: Path
     odd = 'opt/a,b "c":d.py'
     (tmp_path / "opt").mkdir()
     (tmp_path / odd).write_text("x")
-    mark_hidden(tmp_path, "/srv/x", is_folder=True)
+    mark_hidden(tmp_path, "/srv/x", kind=IS_FOLDER)
     words = list(engine_mounts(changes_in(tmp_path), overlay="/t/overlay", static="/s"))
     assert words == [
         "--mount",
@@ -283,14 +297,14 @@ def test_the_container_backend_starts_each_task_in_its_own_image_under_its_overl
     asyncio.run(asyncio.wait_for(whole(), 120))
     # PATH, a look around, two sandboxes: the image is looked at once.
     assert [spec.repo for spec in asked] == ["/repo", "/repo", "/testbed", "/testbed"]
-    assert [len(spec.changes) for spec in asked] == [0, 0, 3, 3]
+    assert [len(spec.changes) for spec in asked] == [0, 0, 4, 4]
 
 
 def test_docker_covers_what_the_overlay_hides_and_gives_the_tasks_folders(tmp_path: Path) -> None:
     (tmp_path / "overlay/opt").mkdir(parents=True)
     (tmp_path / "overlay/opt/a.py").write_text("x")
-    mark_hidden(tmp_path / "overlay", "/logs.old", is_folder=True)
-    mark_hidden(tmp_path / "overlay", "/opt/b.whl", is_folder=False)
+    mark_hidden(tmp_path / "overlay", "/logs.old", kind=IS_FOLDER)
+    mark_hidden(tmp_path / "overlay", "/opt/b.whl", kind=IS_FILE)
     spec = ContainerSpec(
         program="docker",
         image="hub/task:1",
@@ -317,3 +331,10 @@ def test_docker_covers_what_the_overlay_hides_and_gives_the_tasks_folders(tmp_pa
     scratch = [other[at + 1] for at, word in enumerate(other) if word == "--scratch"]
     assert scratch == ["/testbed", "/tmp", "/tests"]
     assert [other[at + 1] for at, word in enumerate(other) if word == "--mount"] == mounts
+
+
+def test_more_changes_than_a_command_line_can_name_are_a_sentence(tmp_path: Path) -> None:
+    many = tuple(Change(path=f"/srv/{n}", source=None) for n in range(MAX_MOUNTS + 1))
+    with pytest.raises(SandboxError, match=r"2501 paths of the unpacked image .*; allowed: 2500"):
+        reachable(many, tmp_path)
+    assert len(reachable(many[:3], tmp_path)) == 3

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlmix.core.errors import DataError
-from rlmix.sandbox.layers import mark_hidden
+from rlmix.sandbox.layers import IS_FILE, IS_FOLDER, IS_LINK, mark_hidden
 from rlmix.tasks.prepare.archives import holds
 from rlmix.tasks.prepare.bytecode import stale_bytecode
 from rlmix.tasks.prepare.copies import is_leftover, near_copies
@@ -234,13 +234,10 @@ def _hide_copies(
     done: set[str],
     tracked: frozenset[str],
 ) -> list[str]:
-    more = [
-        _whiteout(overlay, rootfs, f"/{path}")
-        for path, _ in files
-        if f"/{path}" not in done and any(part in f"/{path}" for part in DOWNLOADS)
+    more = [_whiteout(overlay, rootfs, folder) for folder in sorted(_downloads(files))]
+    left = [
+        (path, file) for path, file in files if f"/{path}" not in done and not _below(more, path)
     ]
-    hidden = done | set(more)
-    left = [(path, file) for path, file in files if f"/{path}" not in hidden]
     own = [(p, file) for p in sorted(tracked) if (file := plain_file(repo, p)) is not None]
     for copy in near_copies(left, own):
         if is_leftover(copy.path) or any(part in f"/{copy.path}" for part in PACKAGE_CACHES):
@@ -248,6 +245,17 @@ def _hide_copies(
         else:
             raise Unproven(f"/{copy.sentence()}")
     return more
+
+
+def _downloads(files: list[tuple[str, Path]]) -> set[str]:
+    """Folders of DOWNLOADS that the image has, to be hidden as a whole."""
+    found = set()
+    for path, _ in files:
+        for part in DOWNLOADS:
+            at = f"/{path}".find(part)
+            if at >= 0:
+                found.add(f"/{path}"[: at + len(part) - 1])
+    return found
 
 
 def _bytecode_of(path: str, rootfs: Path, overlay: Path) -> list[str]:
@@ -263,5 +271,6 @@ def _bytecode_of(path: str, rootfs: Path, overlay: Path) -> list[str]:
 
 def _whiteout(overlay: Path, rootfs: Path, path: str) -> str:
     place = rootfs / path.strip("/")
-    mark_hidden(overlay, path, is_folder=place.is_dir() and not place.is_symlink())
+    kind = IS_FOLDER if place.is_dir() else IS_FILE
+    mark_hidden(overlay, path, kind=IS_LINK if place.is_symlink() else kind)
     return path

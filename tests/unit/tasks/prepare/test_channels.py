@@ -247,7 +247,7 @@ def test_a_near_copy_is_not_taken_for_harmless_where_the_fix_is_unknown(
         places = [tmp_path / "out/overlay" / path, tmp_path / "out/repo" / path[8:]]
         assert LONG in [place.read_text() for place in places if place.exists()]
     else:
-        assert f"/{path}" in done.overlaid
+        assert any(f"/{path}".startswith(one) for one in done.overlaid), done.overlaid
 
 
 @pytest.mark.parametrize("content", [LONG, OTHER, LONG[:60]])
