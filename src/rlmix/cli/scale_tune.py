@@ -61,7 +61,7 @@ def answer_tune(asked: TuneRequest) -> Answer:
     """Search, write the profile if there is something to write, and say what was found."""
     import asyncio
 
-    from rlmix.cli.train import facts_of
+    from rlmix.cli.train import plan_of
     from rlmix.loop.tuning import tune
     from rlmix.loop.tuning_load import generated_load, recorded_load, vocab_size_of
     from rlmix.model.bundle import resolve_model
@@ -82,9 +82,8 @@ def answer_tune(asked: TuneRequest) -> Answer:
     tuned = asyncio.run(
         tune(
             config,
-            facts_of(config),
             name,
-            python=sys.executable,
+            plan_of=plan_of,
             knobs=knobs,
             load=load,
             limit_s=asked.limit_s,

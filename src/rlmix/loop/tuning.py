@@ -24,9 +24,8 @@ from rlmix.loop.fleets import training_fleet
 from rlmix.loop.tuning_load import TuningLoad
 from rlmix.model.bundle import resolve_model
 from rlmix.observe.run_dir import RunDir
-from rlmix.plan.build import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE, build_plan, plan_faults
-from rlmix.plan.model_facts import ModelFacts
-from rlmix.plan.runplan import PoolPlan
+from rlmix.plan.build import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE
+from rlmix.plan.runplan import PoolPlan, RunPlan
 from rlmix.plan.views import EXPERTS
 from rlmix.pools.replica import Replica
 from rlmix.scaling.knobs import with_settings
@@ -38,6 +37,9 @@ LOADS = 3
 """Of one start, after one to warm up."""
 REQUEST_LIMIT_S = 300.0
 NAME = "tune"
+
+PlanOf = Callable[[TrainConfig], RunPlan]
+"""The plan of a configuration; raises PlanError where it cannot be run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,10 +117,9 @@ def per_usd(tokens_per_s: float, usd_per_hour: float) -> float | None:
 
 async def tune(
     config: TrainConfig,
-    facts: ModelFacts,
     pool: str,
     *,
-    python: str,
+    plan_of: PlanOf,
     knobs: Mapping[str, Sequence[Any]],
     load: TuningLoad,
     limit_s: float,
@@ -140,7 +141,7 @@ async def tune(
     started_s = time.monotonic()
     search = Search(knobs=knobs)
     with tempfile.TemporaryDirectory(prefix="rlmix-tune-") as root, _keys():
-        plan = build_plan(alone, facts=facts, python=python).pools[pool]
+        plan = plan_of(alone).pools[pool]
         tuned = Tuned(
             verdict=search.verdict(),
             usd_per_hour=plan.usd_per_replica_hour,
@@ -155,7 +156,7 @@ async def tune(
             await asyncio.to_thread(_publish, model_dir, plan, run.weights)
             try:
                 async with asyncio.timeout(limit_s):
-                    await _search(search, tuned, alone, facts, run, python, load, on_trial)
+                    await _search(search, tuned, alone, plan_of, run, load, on_trial)
             except TimeoutError:
                 tuned.is_cut_short = True
             run.close("finished")
@@ -168,9 +169,8 @@ async def _search(
     search: Search,
     tuned: Tuned,
     config: TrainConfig,
-    facts: ModelFacts,
+    plan_of: PlanOf,
     run: RunDir,
-    python: str,
     load: TuningLoad,
     on_trial: Callable[[Trial], None],
 ) -> None:
@@ -183,9 +183,7 @@ async def _search(
         boot_s, failed = 0.0, ""
         try:
             candidate = replace(config, pools={pool: with_settings(base, settings)})
-            if faults := plan_faults(candidate, facts):
-                raise PlanError(faults[0])
-            plan = build_plan(candidate, facts=facts, python=python)
+            plan = plan_of(candidate)
             spec = training_fleet(
                 plan, candidate, run, model_dir=resolve_model(config.model.path)
             ).replicas[0]
