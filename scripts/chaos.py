@@ -380,8 +380,9 @@ def checked(scene: Scene) -> dict[str, Any]:
     run_id = read_manifest(scene.path).run_id
     names = [one.session_id.removeprefix(f"{run_id}.") for one in trained]
     begun = {line["session"] for line in lines if line.get("what") == BEGUN}
-    places = [one.group_id.split("r")[0] for one in trained]
-    size = len(trained) // max(1, len(set(places)))
+    places: dict[str, set[str]] = {}
+    for one in trained:
+        places.setdefault(one.group_id.split("r")[0], set()).add(one.group_id)
     problems = []
     if steps != list(range(1, scene.steps + 1)):
         problems.append(f"steps are {steps}")
@@ -389,7 +390,7 @@ def checked(scene: Scene) -> dict[str, Any]:
         problems.append("the ledger does not add up")
     if len(set(names)) != len(names) or set(names) - begun:
         problems.append("a trained session is there twice, or was never begun")
-    if any(places.count(place) != size for place in set(places)):
+    if any(len(groups) > 1 for groups in places.values()):
         problems.append("a place of the task order was trained on twice")
     return {
         "steps": len(steps),
