@@ -6,6 +6,7 @@ Invariant: the folder of a task appears whole or not at all, and preparing it ag
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 from dataclasses import asdict
@@ -25,6 +26,7 @@ from rlmix.tasks.record import SourceTask
 from rlmix.tasks.sources.patches import changes_in, paths_in
 
 MAX_NAMED = 100
+_COMMIT = re.compile(r"[0-9a-f]{7,64}")
 
 
 def prepare_task(task: SourceTask, rootfs: Path, out: Path) -> Manifest | Excluded:
@@ -176,6 +178,9 @@ def _fix(task: SourceTask, source: Path, original: Original) -> str:
         lines = gold.patch.split("\n")
         return "\n".join(swapped.get(line[:1], line[:1]) + line[1:] for line in lines)
     if gold.commit and original.base:
+        # A word that begins with a dash would be an option, and some of them write files.
+        if not _COMMIT.fullmatch(gold.commit):
+            raise DataError(f"the fix {gold.commit[:60]!r} is no commit id")
         args = ("diff-tree", "-p", "--no-ext-diff", "--no-textconv", original.base, gold.commit)
         diff = git(*args, cwd=source, env=dict(original.env), check=False)
         return diff.decode(errors="replace")

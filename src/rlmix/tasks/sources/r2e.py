@@ -1,11 +1,13 @@
 """R2E-Gym: hidden tests lie in the image, and an exact map says how each must end."""
 
 import json
+import re
 
 from rlmix.tasks.record import Base, GoldRecord, HiddenRecord, ImageRef, SourceTask, TaskRecord
 from rlmix.tasks.sources.rows import Row
 
 WORKDIR = "/testbed"
+_COMMIT = re.compile(r"[0-9a-f]{7,40}")
 TESTS, SCRIPT = "/r2e_tests", "/testbed/run_tests.sh"
 PASSED = {"PASSED", "XFAIL", "XPASS"}
 
@@ -13,6 +15,8 @@ PASSED = {"PASSED", "XFAIL", "XPASS"}
 def read_r2e(row: Row, *, source: str, revision: str) -> SourceTask | None:
     name, image, commit = row.text("repo_name"), row.text("docker_image"), row.text("commit_hash")
     row.task_id = f"{name}-{commit[:12]}"
+    if commit and not _COMMIT.fullmatch(commit):
+        row.refuse("commit_hash", f"{commit[:60]!r} is no commit id")
     prompt = _issue(row.text("problem_statement"))
     expected = _expected(row)
     if row.problems:

@@ -31,6 +31,7 @@ TABLES: dict[str, Reader] = {
 FOLDERS: dict[str, Reader] = {"harbor": read_harbor, "swe_bench_pro_v2": read_harbor}
 """Sets that come as one folder per task."""
 PUBLIC_SETS = (*TABLES, *FOLDERS)
+MAX_ID_CHARS = 300
 EVALUATION_ONLY = ("swe_bench", "swe_bench_pro", "swe_bench_pro_v2")
 """Sets that models are judged on: training on them spoils the number."""
 
@@ -70,6 +71,8 @@ def read_set(
             bad += row.problems
             continue
         task = reader(row, source=name, revision=revision)
+        if task is not None and not _is_id(task.public.task_id):
+            row.refuse("instance_id", f"no id: longer than {MAX_ID_CHARS}, or with odd characters")
         if task is not None and task.public.task_id in seen:
             row.refuse("instance_id", f"also in {seen[task.public.task_id]}")
         if row.problems or task is None:
@@ -80,6 +83,10 @@ def read_set(
     if not tasks and not bad:
         raise DataError(f"tasks.path={path}: the set {name} has no row there")
     return ReadSet(tasks=tuple(tasks), bad=tuple(bad))
+
+
+def _is_id(text: str) -> bool:
+    return 0 < len(text) <= MAX_ID_CHARS and text.isprintable()
 
 
 def _rows(name: str, path: Path) -> Iterator[tuple[Row, Reader]]:

@@ -6,6 +6,7 @@ are found at once.
 
 import ast
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from rlmix.core.errors import DataError
 from rlmix.tasks.record import BadRow
 
+_HALF = re.compile(r"[\ud800-\udfff]")
 SUFFIXES = (".parquet", ".jsonl", ".json")
 _BATCH_ROWS = 256
 MAX_ROW_BYTES = 64 << 20
@@ -195,6 +197,8 @@ class Row:
             return ""
         if needed and not value.strip():
             self.refuse(column, "empty")
+        if "\0" in value or _HALF.search(value):
+            self.refuse(column, "holds a NUL or half of a surrogate pair, which is no text")
         return value
 
     def number_of(self, column: str, default: int | None = None) -> int:

@@ -69,6 +69,9 @@ def read_swe_bench_pro(row: Row, *, source: str, revision: str, scripts: Path) -
 
 
 def _script(row: Row, scripts: Path, name: str) -> str:
+    if Path(row.task_id).name != row.task_id or not row.task_id.isprintable():
+        row.refuse("instance_id", "names no folder of run_scripts/")
+        return ""
     file = scripts / row.task_id / name
     try:
         with file.open(encoding="utf-8", newline="") as stream:

@@ -319,3 +319,47 @@ def test_a_task_whose_hidden_tests_changed_is_prepared_again(tmp_path: Path) -> 
     hidden = dataclasses.replace(made.hidden, hidden_patch=patch)
     assert isinstance(prepare(image, tmp_path, dataclasses.replace(made, hidden=hidden)), Manifest)
     assert not (tmp_path / "out/repo/tests/test_more.py").exists()
+
+
+def test_a_commit_of_the_fix_is_never_an_option_of_git(tmp_path: Path) -> None:
+    """`git diff-tree --output=FILE` writes one."""
+    image = plain_image(tmp_path / "image")
+    written = tmp_path / "written"
+    gold = GoldRecord(task_id="t", patch="", commit=f"--output={written}")
+    done = prepare(image, tmp_path, task(gold=gold))
+    assert isinstance(done, Excluded)
+    assert "is no commit id" in done.reason
+    assert not written.exists()
+
+
+@pytest.mark.parametrize("place", ["testbed/build", "opt"])
+def test_folders_without_end_and_sparse_files_are_refused_at_once(
+    tmp_path: Path, place: str
+) -> None:
+    image = plain_image(tmp_path / "image")
+    (image / place).mkdir(exist_ok=True)
+    with (image / place / "sparse").open("wb") as file:
+        file.truncate(1 << 40)
+    done = prepare(image, tmp_path, task())
+    assert isinstance(done, Excluded)
+    (image / place / "sparse").unlink()
+    deep = image / place
+    for _ in range(210):
+        deep = deep / "d"
+    deep.mkdir(parents=True)
+    done = prepare(image, tmp_path, task())
+    assert isinstance(done, Excluded)
+    assert "folders are nested deeper than 200" in done.reason
+
+
+def test_names_with_line_ends_and_bytes_that_are_no_text_survive(tmp_path: Path) -> None:
+    image = plain_image(tmp_path / "image")
+    odd = os.fsdecode(b"pack/caf\xe9.py")
+    write(image / "testbed", {"pack/two\nlines.py": "x = 1\n", odd: "y = 2\n", " lead": "z"})
+    sh("git add -A && git commit -qm odd", image / "testbed")
+    done = prepare(image, tmp_path, task())
+    assert isinstance(done, Manifest), done
+    repo = tmp_path / "out/repo"
+    assert (repo / "pack/two\nlines.py").read_text() == "x = 1\n"
+    assert (repo / odd).read_text() == "y = 2\n"
+    assert (repo / " lead").exists()

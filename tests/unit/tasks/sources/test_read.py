@@ -167,6 +167,15 @@ def test_pro_v1_without_its_scripts_names_the_missing_file(tmp_path: Path) -> No
     assert "run_script.sh; the scripts lie beside the data" in found.bad[0].sentence()
 
 
+@pytest.mark.parametrize("name", ["../other", "\0", "\ud800", "/etc"])
+def test_an_id_of_pro_v1_names_a_folder_of_its_scripts_and_nothing_else(
+    tmp_path: Path, name: str
+) -> None:
+    found = read(tmp_path, "swe_bench_pro", {**rows.PRO_V1, "instance_id": name})
+    assert found.tasks == ()
+    assert any("names no folder of run_scripts/" in bad.sentence() for bad in found.bad)
+
+
 def harbor(folder: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         file = folder / "one" / name
@@ -238,6 +247,11 @@ BAD: list[tuple[str, dict[str, Any], list[str]]] = [
     ("swe_rebench", {"install_config": {"test_cmd": "make check"}}, ["install_config: nobody"]),
     ("swe_smith", {"FAIL_TO_PASS": ["TestX"]}, ["FAIL_TO_PASS: 'TestX' is no pytest id"]),
     ("swe_smith", {"patch": rows.TESTS}, ["patch: the bug lies in tests/test_sums.py"]),
+    ("swe_bench", {"problem_statement": "half \ud800"}, ["problem_statement: holds a NUL or half"]),
+    ("swe_smith", {"problem_statement": "NUL \0"}, ["problem_statement: holds a NUL or half of"]),
+    ("swe_smith", {"instance_id": "a\nb"}, ["instance_id: no id: longer than 300"]),
+    ("swe_smith", {"instance_id": "a" * 301}, ["instance_id: no id: longer than 300"]),
+    ("r2e_gym", {"commit_hash": "--output=/tmp/x"}, ["commit_hash: '--output=/tmp/x' is no"]),
     ("r2e_gym", {"expected_output_json": "{"}, ["expected_output_json: no valid JSON"]),
     ("r2e_gym", {"expected_output_json": '{"a": "FAILED"}'}, ["no test is expected to pass"]),
 ]  # fmt: skip
