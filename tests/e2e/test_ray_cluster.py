@@ -155,7 +155,7 @@ def test_a_node_dies_and_its_pool_recovers_on_the_others(
     )
     run = start_run(
         "node_dies", f"launch.address={cluster.address}", "+launch.resources.b200=b200_unit",
-        "pools.b200.replicas=2", "loop.steps=4", "launch.boot_timeout_s=200",
+        "pools.b200.replicas=2", "loop.steps=6", "loop.min_step_s=10", "launch.boot_timeout_s=200",
         "launch.place_timeout_s=100", "launch.restart_delay_s=0.2",
     )  # fmt: skip
 
@@ -180,10 +180,10 @@ def test_a_node_dies_and_its_pool_recovers_on_the_others(
     code, _ = run.finish()
     assert code == 0, run.stderr()
     rows = run.rows()
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     # Sessions of the lost replicas went on elsewhere; none is missing and none ended as a fault.
     dead = [event for event in run.events("replica_dead") if event["replica"] in lost]
     assert {event["replica"] for event in dead} == lost
-    assert sum(row["rollout/sessions"] for row in rows) == 4 * 8
+    assert sum(row["rollout/sessions"] for row in rows) == 6 * 8
     assert all(row["reward/mean"] is not None for row in rows)
     run.assert_no_process_left()
