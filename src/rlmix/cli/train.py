@@ -74,6 +74,7 @@ def train(
         plan = compared(plan_of(config), config, conf_dir)
         return Answer(document=plan.to_dict(), view=lambda: plan_view(plan))
     refuse_what_cannot_run(config)
+    stage_model(config)
     plan = plan_of(config)
     refuse_what_cannot_start(plan, config)
     if detach:
@@ -145,6 +146,21 @@ def plan_of(config: "TrainConfig") -> "RunPlan":
     return replace(plan, tasks=tasks_plan(config))
 
 
+def stage_model(config: "TrainConfig") -> None:
+    """A model of the Hub becomes a folder that all machines of the run see.
+
+    Raises:
+        DataError: it is not on this machine, and the Hub did not give it.
+    """
+    from rlmix.model.hub import fetch_model, is_remote
+
+    if is_remote(config.model.path):
+        folder = fetch_model(
+            config.model.path, revision=config.model.revision, root=Path(config.run.dir).resolve()
+        )
+        config.model.path = str(folder)
+
+
 def plan_problems(config: "TrainConfig") -> list[str]:
     """What a plan of this configuration would be refused for, one line each."""
     from rlmix.plan.build import plan_faults
@@ -159,11 +175,14 @@ def facts_of(config: "TrainConfig") -> "ModelFacts":
     """Sizes of the policy: those that ship with rlmix for known model ids, else those of the
     folder's config.json. A plan of real servers needs no other file of the folder."""
     from rlmix.model.bundle import resolve_model
+    from rlmix.model.hub import fetch_config, is_remote
     from rlmix.plan.model_facts import BUNDLED, bundled_facts, facts_from_file
 
     name = config.model.path
     if name in BUNDLED:
         return bundled_facts(name)
+    if is_remote(name):
+        return facts_from_file(name, fetch_config(name, revision=config.model.revision))
     path = Path(name).expanduser() / "config.json"
     is_planned_only = all(pool.engine != "embedded" for pool in config.pools.values())
     if not (is_planned_only and path.is_file()):
@@ -229,8 +248,10 @@ def refuse_what_cannot_start(plan: "RunPlan", config: "TrainConfig") -> None:
     from rlmix.loop.preflight import start_faults
     from rlmix.plan.refusals import refuse
 
-    lacking = [] if plan.tasks is None else [f"tasks: {one}" for one in plan.tasks.refusals]
-    refuse([*start_faults(plan, config), *lacking])
+    faults = start_faults(plan, config)
+    if plan.tasks is not None and plan.tasks.train:  # That there is none is among the faults.
+        faults += [f"tasks: {one}" for one in plan.tasks.refusals]
+    refuse(faults)
 
 
 def _overrides_of(resume: str, given: list[str], conf_dir: Path | None) -> list[str]:

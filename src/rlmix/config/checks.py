@@ -245,6 +245,24 @@ def _check_routing(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
+def _check_model(config: TrainConfig) -> Iterator[Problem]:
+    """Models of the Hub are pinned; nothing else has a revision."""
+    path, revision = config.model.path, config.model.revision
+    is_remote = path.startswith("hf://")
+    if is_remote and revision is None:
+        yield Problem(
+            where="model.revision",
+            what=f"got null with model.path={path}, whose newest commit may be another tomorrow",
+            hint="set the 40 digits of a commit",
+        )
+    elif revision is not None and not is_remote:
+        yield Problem(
+            where="model.revision",
+            what=f"got {revision} with model.path={path}, which has no revisions",
+            hint="set it to null, or model.path=hf://OWNER/NAME",
+        )
+
+
 def _check_launch(config: TrainConfig) -> Iterator[Problem]:
     """A cluster is joined, and its machines must reach each other."""
     launch = config.launch
@@ -427,6 +445,7 @@ CHECKS: Sequence[Callable[[TrainConfig], Iterator[Problem]]] = (
     _check_exact,
     _check_sampling,
     _check_routing,
+    _check_model,
     _check_launch,
     _check_loop,
     _check_sessions,

@@ -74,6 +74,10 @@ ADDRESS = Rule(
     allowed="use an IP address, such as 127.0.0.1, or node for each machine's own",
     accepts=_is_address,
 )
+COMMIT = Rule(
+    allowed="use the 40 hexadecimal digits of a commit; branches and tags move",
+    accepts=lambda v: re.fullmatch(r"[0-9a-f]{40}", v) is not None,
+)
 RESOURCES = Rule(
     allowed="map accelerators to names of Ray resources",
     accepts=lambda v: all(isinstance(name, str) and name.strip() for name in v.values()),
@@ -96,6 +100,7 @@ RULES: dict[str, Rule] = {
     "run.dir": TEXT,
     "run.seed": at_least(0),
     "model.path": TEXT,
+    "model.revision": or_null(COMMIT),
     "tasks.source": one_of(names.TASK_SOURCES),
     "tasks.path": or_null(TEXT),
     "tasks.limit": or_null(at_least(1)),

@@ -34,6 +34,6 @@ def resolve_model(path: str | Path) -> Path:
     if missing:
         raise ConfigError(
             f"model.path={text!r}: {folder} lacks {', '.join(missing)}; "
-            "give a Hugging Face model folder or bundled:tiny"
+            "give a Hugging Face model folder or bundled:tiny (`rlmix train` alone fetches hf://)"
         )
     return folder

@@ -15,7 +15,9 @@ class RunConfig:
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
     path: str
-    """A Hugging Face model folder, or `bundled:NAME`."""
+    """A Hugging Face model folder, `hf://OWNER/NAME`, or `bundled:NAME`."""
+    revision: str | None
+    """Commit of a model of the Hub; None for everything else."""
 
 
 @dataclass(kw_only=True, slots=True)
