@@ -3,6 +3,8 @@
 import asyncio
 import stat
 from dataclasses import replace
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -106,6 +108,11 @@ def test_a_refusal_is_the_run_s_own_sentence(run):
 def test_without_the_key_nothing_is_answered_and_from_elsewhere_it_comes_in_the_environment(run):
     def talk(folder, desk):
         known = ControlClient.of_run(folder)
+        for headers in ({}, {"Authorization": "Bearer guess"}, {"Authorization": known._key}):
+            for path in ("/pools", "/view", "/settings", "/no_such_path"):
+                with pytest.raises(HTTPError) as caught:
+                    urlopen(Request(known._url + path, headers=headers), timeout=20)
+                assert caught.value.code == 401, (path, headers)
         stranger = ControlClient(known._url, key="guess", run="r")
         with pytest.raises(ConfigError, match="the key is not the run's"):
             stranger.pools()
