@@ -151,6 +151,8 @@ class NamespaceBackend(LaunchedBackend):
                 "sandbox.backend=namespaces: tasks with an image need an interpreter of rlmix "
                 f"outside of /usr, which the image has of its own; this one is in {self._prefix}"
             )
+        if not rootfs.is_dir():
+            raise SandboxError(f"sandbox: the unpacked image {rootfs}: No such file or directory")
         seen_as = self._images.get(str(rootfs), str(rootfs))
         if self._uids.drops and str(rootfs) not in self._images:
             seen_as = f"{STAGE}/images/{len(self._images)}"

@@ -189,6 +189,20 @@ def test_a_strict_set_with_a_bad_row_is_refused_and_nothing_is_prepared(
     assert CliRunner().invoke(app, [*check, "--strict"]).exit_code == 1
 
 
+def test_a_set_may_be_named_from_where_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, images, out = (path.relative_to(tmp_path) for path in make_set(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    done = prepare_set("swe_rebench", data, images, out, revision="r", limit=1)
+    assert len(done.done) == 1, done.excluded
+    split = "eval" if is_held_out("owner__pack-1") else "train"
+    source = PreparedSource(out, name="swe_rebench", split=split, limit=None)
+    prepared = source.public("owner__pack-1").prepared
+    assert prepared is not None
+    assert Path(prepared.folder).is_absolute()
+
+
 def test_preparing_a_set_again_keeps_what_is_there(tmp_path: Path) -> None:
     data, images, out = make_set(tmp_path)
     first = prepare_set("swe_rebench", data, images, out, revision="r", limit=None)

@@ -65,6 +65,7 @@ def prepare_set(
             f"--images {images}: no such folder; allowed: a folder with one unpacked image per "
             "task, e.g. from `docker export $(docker create IMAGE) | tar -x -C DIR/TASK_ID`"
         )
+    images, out = images.resolve(), out.resolve()  # git is run in other folders.
     found = read_set(name, path, revision=revision, limit=limit)
     excluded = bad_rows(found.bad)
     if is_strict and excluded:
