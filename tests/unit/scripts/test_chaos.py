@@ -19,10 +19,12 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "chaos.py"
 def chaos():
     spec = importlib.util.spec_from_file_location("chaos", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["chaos"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["chaos"]
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
+    return module
 
 
 def session(run_id, group, member, *, rehomed=0):
