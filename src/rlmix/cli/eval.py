@@ -120,7 +120,7 @@ def _request(
     limit_s: float | None,
 ) -> "EvalRequest":
     """Everything that is asked, checked."""
-    from rlmix.cli.train import plan_of
+    from rlmix.cli.train import plan_of, stage_model
     from rlmix.evals.checkpoints import choose_policy
     from rlmix.evals.facts import facts_of
     from rlmix.evals.run import SESSIONS, EvalRequest
@@ -129,6 +129,8 @@ def _request(
     kind = agent.partition(":")[0]
     policy = plan = None
     if kind == "policy":
+        if config.eval.checkpoint is None:
+            stage_model(config)
         policy = choose_policy(
             Path(config.run.dir),
             config.eval.checkpoint,
