@@ -6,11 +6,11 @@ that nobody touched.
     .venv/bin/python scripts/kill_resume.py --victim rank         a trainer's rank is killed instead
     .venv/bin/python scripts/kill_resume.py --out DIR --piece-s 280    again, until it is not 3
 
-The work is deterministic: exact numerics, no staleness, seeds that depend on the task alone. So what
-a step learned, and from what, must be equal in both runs, and every step there once and in order.
-A kill comes a random time after the start of an attempt, after its first replica serves, or after a
-step, so that boots, sampling, steps, publications and saves are all met. Exit 0 when both runs
-agree, 1 when not, 3 when a piece's time is over and there is more to do.
+The work is deterministic: exact numerics, no staleness, seeds that depend on the task alone. So
+what a step learned, and from what, must be equal in both runs, and every step there once, in order.
+A kill comes a random time after an attempt began, after its first replica serves, or after a step,
+so that boots, sampling, steps, publications and saves are all met. Exit 0 when both runs agree, 1
+when not, 3 when a piece's time is over and there is more to do.
 """
 
 import argparse
