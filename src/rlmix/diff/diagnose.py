@@ -49,17 +49,25 @@ def causes_of(
     seen = trace(a, text)
     other = trace(b, text)
     found = replay(a, b, reference, seen.steps, limits)
-    names = list(dict.fromkeys(finding.place.name for finding in found))
-    moves = {effect.operator: effect for effect in effects(a, b, text, places, names)}
+    strongest: dict[str, Finding] = {}
+    for finding in found:
+        name = finding.place.name
+        if name not in strongest or _strength(finding) > _strength(strongest[name]):
+            strongest[name] = finding
+    classes = {name: finding.judgement.cause for name, finding in strongest.items()}
     causes = []
-    for name in names:
-        at = [finding for finding in found if finding.place.name == name]
-        strongest = max(at, key=_strength)
-        judged, effect = strongest.judgement, moves[name]
+    for effect in effects(a, b, text, places, classes):
+        name = effect.operator
+        judged = strongest[name].judgement
+        at = [
+            f.place.layer
+            for f in found
+            if f.place.name == name and f.judgement.cause == judged.cause
+        ]
         causes.append(
             Cause(
                 operator=name,
-                layers=tuple(f.place.layer for f in at if f.judgement.cause == judged.cause),
+                layers=tuple(at),
                 verdict=judged.verdict,
                 cause=judged.cause,
                 evidence=judged.evidence,

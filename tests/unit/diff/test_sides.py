@@ -143,9 +143,12 @@ def test_shares_of_two_planted_operators_sum_to_one_and_swapping_both_leaves_not
             "head": lambda layer, r: {"logits": 1.01 * found.original("head")(layer, r)["logits"]},
         },
     )
-    moves = effects(trainer, other, text(), torch.arange(50, 150), ("act", "head"))
+    moves = effects(trainer, other, text(), torch.arange(50, 150), {"act": "cast", "head": "order"})
     assert sum(move.share for move in moves) == pytest.approx(1)
     assert all(move.alone > 0 and move.left > 0 for move in moves)
+    one_class = {"act": "cast", "head": "cast"}
+    same = effects(trainer, other, text(), torch.arange(50, 150), one_class)
+    assert sum(move.share for move in same) == pytest.approx(1)
     both = run(swapped(other, trainer, ("act", "head")), text())
     assert torch.equal(both, run(trainer, text()))
 
