@@ -262,6 +262,8 @@ class Launcher:
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # A run ignores the loss of its terminal; programs in sandboxes must not inherit that.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         poller = select.poll()
         poller.register(self.sock, select.POLLIN)
         poller.register(wake_read, select.POLLIN)
