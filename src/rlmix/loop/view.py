@@ -81,6 +81,7 @@ class RunView:
             self._live.note(text)
         except OSError:
             self._leave_terminal()
+            self._live.note(text)
 
     def attach(
         self, loop: TrainingLoop, fleet: Fleet, rollout: Rollout, scaling: LiveScaling
