@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_two_ranks_save_one_resumes_saves_and_two_go_on(spec, model_dir, samples
 
     try:
         path, held = asyncio.run(first())
-        written = load_checkpoint(path)
+        written = load_checkpoint(Path(path))
         assert (written.ranks, written.extra) == (2, {"cursor": 3})
         same(written.optimizer, held)
         assert written.random_state_of(1) is not None
@@ -63,7 +64,7 @@ def test_two_ranks_save_one_resumes_saves_and_two_go_on(spec, model_dir, samples
         same(alone._parts()[1].full_state(), held)
         alone.train_step(samples, step=2, version=2)
         path = alone.save(2, {"cursor": 4})
-        assert load_checkpoint(path).ranks == 1
+        assert load_checkpoint(Path(path)).ranks == 1
 
         loaded, state, result = asyncio.run(third(path))
         assert (loaded["step"], loaded["extra"]) == (2, {"cursor": 4})
