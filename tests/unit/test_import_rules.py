@@ -52,7 +52,17 @@ ALLOWED: dict[str, str] = {
 """Room -> what it may import, besides itself: rooms, or single modules of a room."""
 
 HEAVY: dict[str, tuple[str, ...]] = {
-    "torch": ("algos", "numerics", "engine", "batch", "weights", "trainer", "model", "diff", "studies"),
+    "torch": (
+        "algos",
+        "numerics",
+        "engine",
+        "batch",
+        "weights",
+        "trainer",
+        "model",
+        "diff",
+        "studies",
+    ),
     "transformers": ("model", "trainer", "diff"),
     "ray": ("launch/ray.py", "launch/each_node.py"),
     "hydra": ("config/compose.py",),

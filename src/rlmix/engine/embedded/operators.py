@@ -149,17 +149,17 @@ class NativeOperators:
         queries, cached = heads[:, : self._shape.num_heads], heads[:, self._shape.num_heads :]
         places, slots = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
         self._attention.write(0, self._cache.write_index(slots, places), cached.contiguous())
-        parts, row = [], 0
+        parts, done = [], 0
         for first, last in [*(self._prefilled or [(0, rows)]), (rows, rows)]:
-            for row in range(row, min(first, rows)):
+            for row in range(done, min(first, rows)):
                 span = self._attention.decode_span(places[row : row + 1], longest=row + 1)
                 one = queries[row : row + 1]
                 parts.append(self._attention.attend(0, one, [span], is_decode=True))
-            row = min(last, rows)
-            if first < row:
-                chunk = Chunk(slot=0, start=first, num_tokens=row - first, needs_logits=True)
+            done = min(last, rows)
+            if first < done:
+                chunk = Chunk(slot=0, start=first, num_tokens=done - first, needs_logits=True)
                 span = self._attention.chunk_span(chunk, first=0)
-                part = queries[first:row]
+                part = queries[first:done]
                 parts.append(self._attention.attend(0, part, [span], is_decode=False))
         return {"attended": self._forward._round(torch.cat(parts))}
 
