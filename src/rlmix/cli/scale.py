@@ -61,8 +61,10 @@ Cancel = Annotated[
     str | None, typer.Option("--cancel", metavar="ID", help="Undo a change that is under way.")
 ]
 
-REPLICAS = re.compile(r"([A-Za-z0-9_-]+)=(\d+)")
+REPLICAS = re.compile(r"([A-Za-z0-9_-]+)=([+-]?[0-9][0-9.,_e]*)")
 """A pool and its replicas. Groups choose files by name and keys have dots, so neither is meant."""
+MOST_REPLICAS = 10_000
+"""Of a pool; more is a slip of the finger, and none could be placed."""
 
 
 @app.callback()
@@ -152,12 +154,23 @@ def scale_pools(
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[dict[str, int], list[str]]:
-    """`POOL=N` apart from `KEY=VALUE`."""
+    """`POOL=N` apart from `KEY=VALUE`.
+
+    Raises:
+        ConfigError: N is no number of replicas, or a pool is named twice.
+    """
     replicas: dict[str, int] = {}
     overrides = []
     for argument in arguments:
         if match := REPLICAS.fullmatch(argument):
-            replicas[match[1]] = int(match[2])
+            pool, number = match[1], match[2]
+            if not (number.isdecimal() and len(number) < 9 and int(number) <= MOST_REPLICAS):
+                raise ConfigError(
+                    f"{argument}: replicas of a pool are a whole number from 0 to {MOST_REPLICAS}"
+                )
+            if pool in replicas:
+                raise ConfigError(f"{argument}: pool {pool} is named twice; give it one number")
+            replicas[pool] = int(number)
         else:
             overrides.append(argument)
     return replicas, overrides

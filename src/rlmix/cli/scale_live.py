@@ -41,6 +41,7 @@ def answer_live(asked: LiveRequest) -> Answer:
     Raises:
         ConfigError: there is no such running run, or it refuses.
     """
+    _check(asked)
     client = _client(asked)
     if asked.cancel is not None:
         operation = client.cancel(asked.cancel, "cancelled by hand")
@@ -55,6 +56,19 @@ def answer_live(asked: LiveRequest) -> Answer:
     if asked.watch:
         return _watched(client)
     return _shown(client.pools() | ({"settings": settings} if settings else {}))
+
+
+def _check(asked: LiveRequest) -> None:
+    """Nothing that was asked is left out in silence."""
+    changes = bool(asked.replicas or asked.overrides)
+    if asked.cancel is not None and (changes or asked.operation_id is not None):
+        raise ConfigError("scale pools: --cancel goes alone; give the change in another command")
+    if asked.watch and (changes or asked.cancel is not None):
+        raise ConfigError(
+            "scale pools: --watch only shows; a change is followed without it (see --wait)"
+        )
+    if asked.operation_id is not None and not asked.replicas:
+        raise ConfigError("scale pools: --id names a change; give POOL=N, e.g. h100=2")
 
 
 def _client(asked: LiveRequest) -> "ControlClient":
@@ -119,7 +133,7 @@ def _followed(
     document = client.pools() | {"operation": operation}
     if settings:
         document["settings"] = dict(settings)
-    is_good = operation["status"] == "done" or asked.cancel is not None
+    is_good = operation["status"] == ("done" if asked.cancel is None else "cancelled")
     is_open = operation["status"] not in FINAL
     if is_open and asked.wait_s > 0:
         document["note"] = (
@@ -127,6 +141,8 @@ def _followed(
             "`rlmix scale pools --watch` shows it, `--cancel` ends it"
         )
         is_good = False
+    elif asked.cancel is not None and not (is_good or is_open):
+        document["note"] = f"{operation['id']} was over already; nothing was undone"
     code = ExitCode.GOOD if is_good or (is_open and asked.wait_s == 0) else ExitCode.CHECK_FAILED
     return _shown(document, code=code)
 
@@ -138,7 +154,7 @@ def _watched(client: "ControlClient") -> Answer:
 
     from rlmix.cli.scale_live_view import live_view
 
-    document = client.pools()
+    code, document = ExitCode.GOOD, client.pools()
     console = Console(stderr=True, highlight=False)
     try:
         with Live(live_view(document), console=console, auto_refresh=False) as live:
@@ -146,9 +162,11 @@ def _watched(client: "ControlClient") -> Answer:
                 time.sleep(LOOK_S)
                 document = client.pools()
                 live.update(live_view(document), refresh=True)
-    except (KeyboardInterrupt, ConfigError):
-        pass
-    return _shown(document)
+    except KeyboardInterrupt:
+        code = ExitCode.INTERRUPTED
+    except ConfigError:
+        pass  # The run has ended.
+    return _shown(document, code=code)
 
 
 def _shown(document: Mapping[str, Any], *, code: int = ExitCode.GOOD) -> Answer:

@@ -22,6 +22,7 @@ from rlmix.observe.run_dir import RunDir
 from rlmix.plan.runplan import RunPlan
 from rlmix.pools.fleet import Fleet
 from rlmix.router.client import RouterAdmin
+from rlmix.scaling.control import CONTROL_FILE
 from rlmix.scaling.history import read_state, restart, write_state
 from rlmix.scaling.modelled import fleet_limits
 from rlmix.scaling.operation import Operation
@@ -45,6 +46,8 @@ class LiveScaling:
 
     def __init__(self, plan: RunPlan, config: TrainConfig, run: RunDir) -> None:
         self._plan, self._config, self._run = plan, config, run
+        # Of an attempt that was killed; nobody answers there, or somebody else does.
+        (run.path / CONTROL_FILE).unlink(missing_ok=True)
         configured = {name: pool.replicas for name, pool in plan.pools.items()}
         kept = read_state(run.path)
         self._restart = restart(kept, configured)
@@ -64,7 +67,7 @@ class LiveScaling:
                 replicas=dict(self._restart.replicas),
                 targets=dict(self._restart.again),
             )
-        write_state(self._run.path, self._restart.state)
+        write_state(self._run.path, self._restart.to_keep())
         return dict(self._restart.replicas)
 
     async def start(
@@ -156,6 +159,7 @@ class LiveScaling:
         try:
             await scaler.request(asked.again, operation_id=asked.operation_id, reason=asked.reason)
         except ConfigError as error:
+            write_state(self._run.path, scaler.state)  # It is not tried a third time.
             self._run.events.append(
                 "scale_refused", str(error), operation=asked.operation_id, targets=dict(asked.again)
             )

@@ -5,7 +5,9 @@ see the run's folder gives the address as `--run http://HOST:PORT` and the key i
 """
 
 import os
+import re
 from collections.abc import Mapping
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -20,6 +22,8 @@ from rlmix.observe.run_state import read_run_state
 
 CONTROL_FILE = "control.json"
 KEY_VARIABLE = "RLMIX_CONTROL_KEY"
+OPERATION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""It is part of an address."""
 ANSWER_LIMIT_S = 20.0
 """The driver answers between two other things that it does."""
 
@@ -86,26 +90,27 @@ class ControlClient:
         return self._ask("GET", "/view")
 
     def scale(self, operation_id: str, targets: Mapping[str, int], reason: str) -> dict[str, Any]:
-        body = {"id": operation_id, "targets": dict(targets), "reason": reason}
+        body = {"id": _checked(operation_id), "targets": dict(targets), "reason": reason}
         return self._ask("POST", "/operations", body)
 
     def operation(self, operation_id: str) -> dict[str, Any]:
-        return self._ask("GET", f"/operations/{operation_id}")
+        return self._ask("GET", f"/operations/{_checked(operation_id)}")
 
     def cancel(self, operation_id: str, reason: str) -> dict[str, Any]:
-        return self._ask("POST", f"/operations/{operation_id}/cancel", {"reason": reason})
+        path = f"/operations/{_checked(operation_id)}/cancel"
+        return self._ask("POST", path, {"reason": reason})
 
     def change_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         return self._ask("POST", "/settings", {"settings": dict(settings)})
 
     def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        request = Request(
-            self._url + path,
-            data=None if body is None else orjson.dumps(body),
-            headers={"Authorization": f"Bearer {self._key}"},
-            method=method,
-        )
         try:
+            request = Request(
+                self._url + path,
+                data=None if body is None else orjson.dumps(body),
+                headers={"Authorization": f"Bearer {self._key}"},
+                method=method,
+            )
             with self._opener.open(request, timeout=ANSWER_LIMIT_S) as response:
                 return dict(orjson.loads(response.read()))
         except HTTPError as error:
@@ -115,6 +120,20 @@ class ControlClient:
             raise ConfigError(
                 f"run {self.run} does not answer at {self._url} ({reason}); it may be ending"
             ) from None
+        except (HTTPException, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"run {self.run}: {self._url} is not the control endpoint of a run ({error}); give "
+                "--run http://HOST:PORT as its control.json has it"
+            ) from None
+
+
+def _checked(operation_id: str) -> str:
+    if not OPERATION_ID.fullmatch(operation_id):
+        raise ConfigError(
+            f"scale operation {operation_id!r}: an id is 1 to 64 letters, digits, dots, dashes and "
+            "underscores, a letter or digit first"
+        )
+    return operation_id
 
 
 def _refusal(run: str, error: HTTPError) -> ConfigError | EngineError:

@@ -65,6 +65,16 @@ class Restart:
     operation_id: str = ""
     """Of the unfinished one, continued or rolled back."""
     reason: str = ""
+    unfinished: Operation | None = None
+    """The one that is begun again."""
+
+    def to_keep(self) -> ScaleState:
+        """What the file says until it is begun again: a controller that dies before that has not
+        forgotten it."""
+        if self.unfinished is None:
+            return self.state
+        operations = {**self.state.operations, self.unfinished.id: self.unfinished}
+        return replace(self.state, operations=operations)
 
 
 def restart(state: ScaleState, configured: Mapping[str, int]) -> Restart:
@@ -110,6 +120,7 @@ def restart(state: ScaleState, configured: Mapping[str, int]) -> Restart:
         again=asked,
         operation_id=operation.id,
         reason="the controller ended while it was under way; it is continued",
+        unfinished=operation,
     )
 
 

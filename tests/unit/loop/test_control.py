@@ -105,6 +105,22 @@ def test_a_refusal_is_the_run_s_own_sentence(run):
     serve(run, talk)
 
 
+def test_what_is_no_id_or_no_endpoint_of_a_run_is_one_sentence(run):
+    def talk(folder, desk):
+        client = ControlClient.of_run(folder)
+        for name in ("", "a b", "a/b", "..", "x" * 65, "\u00e9"):
+            with pytest.raises(ConfigError, match="an id is 1 to 64 letters"):
+                client.scale(name, {"h100": 2}, "by hand")
+            with pytest.raises(ConfigError, match="an id is 1 to 64 letters"):
+                client.cancel(name, "no")
+        assert desk.asked == []
+        for url in ("http://127.0.0.1:port", "http://[::1", "http://a b"):
+            with pytest.raises(ConfigError, match="is not the control endpoint of a run"):
+                ControlClient(url, key="k", run="r").pools()
+
+    serve(run, talk)
+
+
 def test_without_the_key_nothing_is_answered_and_from_elsewhere_it_comes_in_the_environment(run):
     def talk(folder, desk):
         known = ControlClient.of_run(folder)

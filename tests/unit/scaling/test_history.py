@@ -77,6 +77,8 @@ def test_an_operation_under_way_is_continued_its_removals_hold_from_the_start():
     assert again.replicas == {"h100": 1, "a100": 0}
     assert (again.again, again.operation_id) == ({"h100": 2, "a100": 0}, "x")
     assert "x" not in again.state.operations  # So that it can be begun again under its name.
+    # A controller that dies again before that still knows it.
+    assert restart(again.to_keep(), CONFIGURED) == again
     # If nobody would serve at the start, everybody starts.
     only, _ = begin(
         "x", {"h100": 1, "a100": 0}, replicas_from={"h100": 0, "a100": 1},
