@@ -77,6 +77,7 @@ def swe_bench_pro(
     """
     from rlmix.config.compose import load_config
     from rlmix.config.render import config_yaml
+    from rlmix.evals.comparison import check_comparable
     from rlmix.evals.facts import read_report
     from rlmix.tasks.benchmark import open_benchmark
 
@@ -93,6 +94,9 @@ def swe_bench_pro(
     if config.eval.subset == BOTH:  # A missing list is told before the work, not after it.
         open_benchmark(data, subset="hard", path=config.eval.path)
     request = _request(config, benchmark, agent, given, jobs=jobs, limit_s=deadline_s)
+    _check_answers(request)
+    if other is not None:
+        check_comparable(other["facts"], request.facts)
     if cfg == "plan":
         return _plan_answer(request)
     return _evaluate(request, other)
@@ -180,7 +184,6 @@ def _evaluate(request: "EvalRequest", other: dict[str, Any] | None) -> Answer:
 
     if request.plan is not None:
         refuse_what_cannot_start(request.plan, served_config(request.config))
-    _check_ids(request)
     with tempfile.TemporaryDirectory(prefix="rlmix-eval-") as scratch, _progress() as watch:
         result = asyncio.run(evaluate(replace(request, on_progress=watch), Path(scratch)))
     folder = request.folder
@@ -219,19 +222,26 @@ def _check_agent(agent: str) -> None:
     check_agent(agent)
 
 
-def _check_ids(request: "EvalRequest") -> None:
-    """A file that answers no task at all was made for another benchmark."""
-    from rlmix.evals.agents import open_agent
+def _check_answers(request: "EvalRequest") -> None:
+    """A file that answers no task at all was made for another benchmark; one with fewer diffs of
+    every task than attempts are asked for would fail the attempts that it lacks."""
+    from rlmix.evals.agents import PredictionsAgent, open_agent
     from rlmix.evals.run import SESSIONS
 
     if request.agent.partition(":")[0] in SESSIONS:
         return
-    answered = open_agent(request.agent).task_ids
+    opened = open_agent(request.agent)
+    answered, n = opened.task_ids, request.config.eval.n
     known = [task.public.task_id for task in request.benchmark.tasks]
     if answered is not None and answered.isdisjoint(known):
         raise ConfigError(
             f"agent={request.agent}: none of its {len(answered)} task ids is in "
             f"{request.benchmark.name}; one of those there is {known[0]!r}"
+        )
+    if isinstance(opened, PredictionsAgent) and (most := opened.most_of(known)) < n:
+        raise ConfigError(
+            f"agent={request.agent}: holds at most {most} diff(s) of a task and eval.n={n}; those "
+            f"missing would count as failed, so set eval.n={most} and eval.k={most} or less"
         )
 
 

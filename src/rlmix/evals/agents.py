@@ -6,6 +6,7 @@ Each answers one attempt with the diff that is judged.
 import hashlib
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -90,6 +91,10 @@ class PredictionsAgent:
     def __init__(self, file: Path) -> None:
         self._diffs = read_predictions(file)
         self.task_ids: frozenset[str] | None = frozenset(self._diffs)
+
+    def most_of(self, task_ids: Iterable[str]) -> int:
+        """Diffs of the one of these tasks that has most."""
+        return max((len(self._diffs.get(task_id, ())) for task_id in task_ids), default=0)
 
     async def answer(self, task: BenchTask, number: int, backend: SandboxBackend) -> Answer:
         diffs = self._diffs.get(task.public.task_id, [])

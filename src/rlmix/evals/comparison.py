@@ -23,15 +23,7 @@ def compare_reports(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict
     Raises:
         ConfigError: they did not answer the same question about their agents.
     """
-    facts, others = first["facts"], second["facts"]
-    differ = [name for name in COMPARABLE if facts.get(name) != others.get(name)]
-    if "prompt_sha256" in differ and facts["agent"] != others["agent"]:
-        differ.remove("prompt_sha256")  # Agents of different kinds are told in different ways.
-    if differ:
-        raise ConfigError(
-            f"--against: the two evaluations differ in {', '.join(differ)}, so their difference is "
-            "not one of their agents; evaluate both on the same tasks"
-        )
+    check_comparable(first["facts"], second["facts"])
     k = min(int(first["k"]), int(second["k"]))
     rows = {row["task_id"]: row for row in first["task_scores"]}
     pairs = [(rows[row["task_id"]], row) for row in second["task_scores"] if row["task_id"] in rows]
@@ -42,6 +34,25 @@ def compare_reports(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict
         "pass_at_k": _at(pairs, k),
         "k": k,
     }
+
+
+def check_comparable(facts: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+    """Refuse two evaluations whose difference is not one of their agents.
+
+    With other numbers of attempts "solved by any" is easier for one of them, so that the tasks
+    gained and lost say nothing.
+
+    Raises:
+        ConfigError: they differ in tasks, limits, prompt or attempts a task.
+    """
+    differ = [name for name in COMPARABLE if facts.get(name) != others.get(name)]
+    if "prompt_sha256" in differ and facts["agent"] != others["agent"]:
+        differ.remove("prompt_sha256")  # Agents of different kinds are told in different ways.
+    if differ:
+        raise ConfigError(
+            f"--against: the two evaluations differ in {', '.join(differ)}, so their difference is "
+            "not one of their agents; evaluate both on the same tasks, limits and eval.n"
+        )
 
 
 def _who(report: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ import aiohttp
 from rlmix.core.errors import ConfigError, EngineError
 from rlmix.core.trajectory import StopReason
 from rlmix.evals.agents import Answer
-from rlmix.evals.policy import Sampling
+from rlmix.evals.policy import PROMPT_TOO_LONG, Sampling
 from rlmix.model.chat import BASH_TOOL, tool_text
 from rlmix.sandbox.protocol import EXIT_NOT_RUN, CommandResult, SandboxBackend, WorkTreeError
 from rlmix.sessions.agent import MAX_FORMAT_ERRORS
@@ -30,6 +30,8 @@ MAX_ASKS = 6
 """Of one turn, with waits that double from `FIRST_WAIT_S`: about a minute in all."""
 FIRST_WAIT_S = 1.0
 REQUEST_S = 600.0
+_LENGTH = re.compile(r"context (length|window|size)|too (long|many tokens)|exceeds? .*tokens", re.I)
+"""How servers say that a prompt does not fit; there is no status of its own for it."""
 _BLOCK = re.compile(r"```(?:bash|sh|shell)?\s*\n(.*?)```", re.DOTALL)
 
 
@@ -41,13 +43,23 @@ class _Full(Exception):
     """The conversation does not fit the model any more."""
 
 
+class _TooLong(Exception):
+    """The first message alone does not fit the model."""
+
+
 def base_url(text: str) -> str:
     """`http://HOST/v1` from what the user wrote, with or without its last parts.
 
     Raises:
         ConfigError: no http URL, or one that carries a secret.
     """
-    parts = urlsplit(text)
+    try:
+        parts = urlsplit(text)
+        _ = parts.port  # Read here, because it is only then that a wrong one is an error.
+    except ValueError as error:
+        raise ConfigError(
+            f"agent=endpoint:{text}: {error}; give endpoint:http://HOST:PORT/v1"
+        ) from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"agent=endpoint:{text}: no URL; give endpoint:http://HOST:PORT/v1")
     if parts.username or parts.password or parts.query or parts.fragment:
@@ -130,6 +142,8 @@ class EndpointAgent:
                 reason = StopReason.TIME_LIMIT.value
             except _Busy as error:
                 return conversation.answer(b"", "engine_lost", void_reason=str(error))
+            except _TooLong as error:  # As with a policy: it cannot work on this task.
+                return conversation.answer(b"", PROMPT_TOO_LONG, fault=str(error))
             return conversation.answer(await sandbox.capture_diff(), reason)
         except WorkTreeError as error:
             return conversation.answer(b"", "sandbox_ended", fault=str(error))
@@ -203,6 +217,8 @@ class EndpointAgent:
             said = f"status {status}: {text[:200]}"
             if status == 400 and conversation.num_turns:
                 raise _Full  # What fits a first turn and no later one is too long by now.
+            if status == 413 or (status in (400, 422) and _LENGTH.search(text)):
+                raise _Full if conversation.num_turns else _TooLong(f"the endpoint says {said}")
             if status in (400, 401, 403, 404, 405, 422):
                 raise EngineError(
                     f"agent=endpoint: {self._url} refuses with {said}; check the URL, "

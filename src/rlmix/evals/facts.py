@@ -22,7 +22,9 @@ ASKED = (
     "policy_sha256", "prompt_sha256", "sampling", "agent_limit_s",
 )  # fmt: skip
 """What makes a question: attempts of another one are never mixed in."""
-COMPARABLE = ("benchmark", "checksum", "task_ids_sha256", "agent_limit_s", "prompt_sha256")
+COMPARABLE = (
+    "benchmark", "checksum", "task_ids_sha256", "agent_limit_s", "prompt_sha256", "n",
+)  # fmt: skip
 """What two evaluations must share so that their difference is one of their agents."""
 PACKAGES = ("rlmix", "torch", "numpy", "ray")
 

@@ -65,6 +65,16 @@ def _read_question(head: Path) -> dict[str, Any]:
     return found
 
 
+def _check_question(head: Path, wanted: dict[str, Any]) -> None:
+    found = _read_question(head)
+    if found != wanted:
+        names = sorted(k for k in found | wanted if found.get(k) != wanted.get(k))
+        raise ConfigError(
+            f"{head.parent} holds another evaluation: {', '.join(names)} differ; give it "
+            "another name with run.name, or ask the same question"
+        )
+
+
 class Ledger:
     """The attempts of one evaluation, on disk."""
 
@@ -79,13 +89,7 @@ class Ledger:
         head = folder / "question.json"
         wanted = {"schema_version": SCHEMA_VERSION, **json.loads(json.dumps(question))}
         if head.is_file():
-            found = _read_question(head)
-            if found != wanted:
-                names = sorted(k for k in found | wanted if found.get(k) != wanted.get(k))
-                raise ConfigError(
-                    f"{folder} holds another evaluation: {', '.join(names)} differ; give it "
-                    "another name with run.name, or ask the same question"
-                )
+            _check_question(head, wanted)
         else:
             mine = ("question.part", LOCK_FILE)
             if folder.exists() and any(path.name not in mine for path in folder.iterdir()):
@@ -95,7 +99,13 @@ class Ledger:
                 )
             folder.mkdir(parents=True, exist_ok=True)
         self._lock = RunLock.acquire(folder)
-        if not head.is_file():
+        if head.is_file():  # Maybe since just now, of another process.
+            try:
+                _check_question(head, wanted)
+            except ConfigError:
+                self._lock.release()
+                raise
+        else:
             part = head.with_suffix(".part")
             part.write_text(json.dumps(wanted, indent=1, sort_keys=True) + "\n")
             os.replace(part, head)

@@ -10,8 +10,9 @@ import contextlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from rlmix.evals.policy import PolicyAgent
 from rlmix.evals.score import Score, score
 from rlmix.evals.score_report import write_score_report
 from rlmix.evals.serving import Serving
+from rlmix.observe.jsonl import write_atomically
 from rlmix.observe.run_dir import RunDir
 from rlmix.plan.runplan import RunPlan
 from rlmix.sandbox.backend import open_backend
@@ -38,6 +40,7 @@ COMMAND_S = 300.0
 LEASE_MARGIN_S = 300.0
 """The sandbox ends itself so long after the agent's time, whoever else still lives."""
 SERVING, WEIGHTS = "serving", "weights"
+MODEL_FILE = "endpoint_model.txt"
 SESSIONS = ("policy", "endpoint")
 """Kinds of agents that sample, so that many of them can wait at a time."""
 
@@ -97,10 +100,14 @@ async def evaluate(request: EvalRequest, scratch: Path) -> EvalResult:
     """
     config, benchmark = request.config, request.benchmark
     refuse_unrunnable(benchmark)
+    started_s = time.monotonic()
     async with contextlib.AsyncExitStack() as exit_stack:
         with contextlib.closing(Ledger(request.folder, question_of(request.facts))) as ledger:
             is_missing = len(ledger.attempts) < len(benchmark.tasks) * config.eval.n
         agent, engine_facts = await _agent(request, exit_stack, is_missing=is_missing)
+        if request.limit_s is not None:  # Starting engines takes its part of all the time.
+            left_s = max(0.0, request.limit_s - (time.monotonic() - started_s))
+            request = replace(request, limit_s=left_s)
         result = await judge_all(request, scratch, agent, engine_facts)
     if result.is_whole:  # The digest names the policy; its copy is of no further use.
         shutil.rmtree(request.folder / WEIGHTS, ignore_errors=True)
@@ -195,9 +202,27 @@ async def _agent(
         )
         exit_stack.push_async_callback(agent.close)
         await agent.open()
+        _same_model(request.folder, agent.model)
         return agent, agent.facts
     serving, policy = await _serve(request, exit_stack)
     return policy, serving.engine_facts
+
+
+def _same_model(folder: Path, model: str) -> None:
+    """An endpoint may serve another model on another day, under the same URL.
+
+    Raises:
+        ConfigError: attempts in the folder were made with another one.
+    """
+    file = folder / MODEL_FILE
+    before = file.read_text() if file.is_file() else None
+    if before is not None and before != model:
+        raise ConfigError(
+            f"{folder} holds attempts of the endpoint's model {before!r}, and {model!r} would "
+            "answer now; give this evaluation another name with run.name, or set "
+            f"eval.endpoint_model={before}"
+        )
+    write_atomically(file, model.encode())
 
 
 async def _serve(

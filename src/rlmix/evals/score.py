@@ -82,7 +82,9 @@ def score(
         num_void=sum(attempt.outcome == Outcome.VOID for attempt in every),
         num_dropped=len(scores) - len(enough),
         num_timed_out=sum(attempt.timed_out for attempt in every),
-        num_empty=sum(attempt.diff_bytes == 0 for attempt in every),
+        num_empty=sum(
+            attempt.diff_bytes == 0 and attempt.outcome != Outcome.VOID for attempt in every
+        ),
         num_patch_failed=sum(attempt.detail.startswith("patch_failed") for attempt in every),
         stop_reasons=dict(Counter(_ending(attempt) for attempt in every).most_common()),
         by_repository=_table(scores, "repository"),

@@ -64,7 +64,7 @@ def _tiles(found: Mapping[str, Any]) -> str:
         (_rate(found["pass_at_k"]), f"pass@{found['k']}"),
         (str(found["tasks"]), "tasks"),
         (str(found["attempts"]), f"attempts, {found['void']} void"),
-        (str(found["timed_out"]), "timed out"),
+        (str(found["timed_out"]), "tests timed out"),
         (str(found["empty"]), f"empty diffs, {found['patch_failed']} did not apply"),
     ]
     cells = "".join(

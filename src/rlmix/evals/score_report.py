@@ -106,7 +106,7 @@ def markdown(result: Score, found: Mapping[str, Any]) -> str:
         "",
         f"{len(result.tasks)} tasks, {result.num_attempts} attempts of {result.n} each; void "
         f"{result.num_void}, tasks with fewer than {result.k} valid attempts "
-        f"{result.num_dropped}, timed out {result.num_timed_out}, empty diffs "
+        f"{result.num_dropped}, tests timed out {result.num_timed_out}, empty diffs "
         f"{result.num_empty}, diffs that did not apply {result.num_patch_failed}.",
         "",
         engine_line(facts),

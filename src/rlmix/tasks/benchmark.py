@@ -95,6 +95,11 @@ def open_benchmark(
         ConfigError: unknown name, missing folder or subset.
         DataError: a file of the benchmark is damaged.
     """
+    if path is not None and data in ("mini", GENERATED):
+        raise ConfigError(
+            f"eval.path={path}: eval.data={data} is bundled and reads no folder; leave eval.path "
+            f"out, or set eval.data to one of {', '.join(EVALUATION_ONLY)}"
+        )
     if data == "mini":
         benchmark, folder = _mini(), MINI
     elif data == GENERATED:
@@ -188,8 +193,16 @@ def _ids(subset: str, folder: Path) -> tuple[list[str], str]:
     places = [folder / name for name in HARD_FILES] if subset == "hard" else [Path(subset)]
     for place in places:
         if place.is_file():
-            lines = (line.split("#")[0].strip() for line in place.read_text().splitlines())
+            try:
+                text = place.read_text(encoding="utf-8-sig")
+            except UnicodeDecodeError:
+                text = ""
+            lines = (line.split("#")[0].strip() for line in text.splitlines())
             ids = list(dict.fromkeys(line for line in lines if line))
+            if not ids:
+                raise ConfigError(
+                    f"eval.subset={subset}: {place} names no task; write one task id per line"
+                )
             return ids, hashlib.sha256(place.read_bytes()).hexdigest()
     raise ConfigError(
         f"eval.subset={subset!r}: no such list; allowed: all, hard (a file "

@@ -9,6 +9,7 @@ Invariant: what the release lists with a checksum is verified before anything of
 
 import hashlib
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,6 +24,7 @@ HUB_SETS = {"swe_bench_pro": "ScaleAI/SWE-bench_Pro", "swe_bench_pro_v2": "Scale
 """Where the rows of a set are published, by its name here."""
 HUB_TIMEOUT_S = 10.0
 SUM_FILES = ("SHA256SUMS", "v2/SHA256SUMS")
+_SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 REPOSITORY = "environment/repository"
 
 
@@ -90,14 +92,22 @@ def verify_listed(root: Path) -> bytes:
     """
     lists = [root / name for name in SUM_FILES if (root / name).is_file()]
     for file in lists:
-        for line in file.read_text().splitlines():
+        try:
+            lines = file.read_text(encoding="utf-8-sig").splitlines()
+        except UnicodeDecodeError:
+            raise DataError(f"{file}: no list of sums; fetch the release anew") from None
+        for line in lines:
             digest, _, name = line.partition(" ")
+            if line.strip() and not (_SHA256.fullmatch(digest) and name.strip()):
+                raise DataError(
+                    f"{file}: {line[:80]!r} is no line of SHA-256 and name; fetch the release anew"
+                )
             listed = file.parent / name.lstrip(" *")
             if not name:
                 continue
             if not listed.is_file():
                 raise DataError(f"{listed}: missing, and {file} lists it")
-            if hashlib.sha256(listed.read_bytes()).hexdigest() != digest:
+            if hashlib.sha256(listed.read_bytes()).hexdigest() != digest.lower():
                 raise DataError(f"{listed}: not the file that {file} lists")
     return b"".join(file.read_bytes() for file in lists)
 

@@ -283,3 +283,61 @@ def test_an_endpoint_that_hangs_for_most_of_the_time_makes_the_attempt_void(
 
     answer = asyncio.run(run())
     assert answer.void_reason.startswith("one answer did not come in")
+
+
+def test_a_prompt_too_long_for_an_endpoint_fails_that_attempt_and_ends_nothing_else(
+    tmp_path: Path,
+) -> None:
+    said = json.dumps({"error": {"message": "maximum context length is 10 tokens"}}).encode()
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = f"HTTP/1.1 400 Bad Request\r\nContent-Length: {len(said)}\r\nConnection: close\r\n"
+        writer.write(head.encode() + b"\r\n" + said)
+        await writer.drain()
+        writer.close()
+
+    async def run() -> Answer:
+        server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        agent = EndpointAgent(f"http://127.0.0.1:{port}", model="m", sampling=SAMPLING)
+        try:
+            return await with_backend(
+                tmp_path, lambda backend: agent.answer(TASKS.tasks[0], 0, backend)
+            )
+        finally:
+            await agent.close()
+            server.close()
+
+    answer = asyncio.run(run())
+    assert (answer.stop_reason, answer.void_reason) == (PROMPT_TOO_LONG, "")
+    assert "maximum context length" in answer.fault
+
+
+def test_what_an_endpoint_had_when_its_time_was_over_is_judged(tmp_path: Path) -> None:
+    """Its one command writes a file and then sleeps beyond the task's time."""
+    task = replace(TASKS.tasks[0], agent_s=3.0)
+    command = "echo x > note.txt; sleep 100"
+    message = {"content": f"```bash\n{command}\n```"}
+    said = json.dumps({"choices": [{"message": message}], "usage": {}}).encode()
+
+    async def answer_it(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(said)}\r\nConnection: close\r\n"
+        writer.write(head.encode() + b"\r\n" + said)
+        await writer.drain()
+        writer.close()
+
+    async def run() -> Answer:
+        server = await asyncio.start_server(answer_it, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        agent = EndpointAgent(f"http://127.0.0.1:{port}", model="m", sampling=SAMPLING)
+        try:
+            return await with_backend(tmp_path, lambda backend: agent.answer(task, 0, backend))
+        finally:
+            await agent.close()
+            server.close()
+
+    answer = asyncio.run(run())
+    assert (answer.stop_reason, answer.fault, answer.void_reason) == ("time_limit", "", "")
+    assert b"+++ b/note.txt" in answer.diff
