@@ -1,11 +1,13 @@
 """A default run whose trainer suddenly needs twice as many sessions; the policy alone reacts.
 
     .venv/bin/python scripts/demand_doubles.py --json
+    .venv/bin/python scripts/demand_doubles.py --json experiment=tiny     two pools: starts sooner
 
 It starts `rlmix train` with `scaling.auto=false` and measures what the pools finish; gives the
 trainer a pace that takes 70 % of it (`loop.min_step_s`) and lets the policy act: nothing should
 happen. Then `loop.sessions_per_step` is doubled from outside, and the operations that the policy
-begins are printed. Exit 1 when it began none after the doubling, or one before.
+begins are printed. Each phase that is over is a line on stderr. Exit 1 when it began none after
+the doubling, or one before.
 """
 
 import argparse
@@ -34,6 +36,10 @@ def rows(path: Path, file: str) -> list[dict[str, Any]]:
     return list(read_jsonl(path / file)) if (path / file).exists() else []
 
 
+def log_of(folder: Path) -> str:
+    return (folder / "run.log").read_text()[-1500:]
+
+
 def until(condition: Callable[[], Any], run: "subprocess.Popen[bytes]", limit_s: float) -> Any:
     deadline_s = time.monotonic() + limit_s
     while not (result := condition()):
@@ -43,26 +49,34 @@ def until(condition: Callable[[], Any], run: "subprocess.Popen[bytes]", limit_s:
     return result
 
 
+def tell(phase: str, since_s: float, **facts: Any) -> None:
+    line = {"phase": phase, "after_s": round(time.monotonic() - since_s, 1), **facts}
+    print(json.dumps(line), file=sys.stderr, flush=True)
+
+
 def watch(folder: Path, overrides: list[str], limit_s: float) -> dict[str, Any]:
     """Run it, and what was seen."""
-    path = folder / "doubles"
+    path, since_s = folder / "doubles", time.monotonic()
     command = [sys.executable, "-c", "from rlmix.cli import main; main()", "train",
                f"run.dir={folder}", "run.name=doubles", "loop.steps=1000", "loop.eval_tasks=0",
                "observe.live=false", *overrides]  # fmt: skip
     with (folder / "run.log").open("wb") as log:
         run = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
-        until(lambda: len(rows(path, "metrics.jsonl")) >= 3, run, limit_s)
+        if not until(lambda: len(rows(path, "metrics.jsonl")) >= 3, run, limit_s):
+            return {"error": f"no 3 steps in {limit_s:g} s", "log": log_of(folder)}
         client = ControlClient.of_run(path)
         first = rows(path, "metrics.jsonl")[1:]
         sessions = sum(row["rollout/sessions"] for row in first)
         per_s = sessions / sum(row["time/step_s"] for row in first)
         per_step = int(first[-1]["rollout/sessions"])
+        tell("measured", since_s, finished_per_s=per_s)
         pace_s = round(per_step / (USED_FRAC * per_s), 1)
         client.change_settings({**QUICK_RULES, "loop.min_step_s": pace_s, "scaling.auto": True})
         calm_from = len(rows(path, "metrics.jsonl"))
         until(lambda: len(rows(path, "metrics.jsonl")) >= calm_from + CALM_STEPS, run, limit_s)
         before = client.pools()
+        tell("calm", since_s, policy=before["policy"])
         doubled_s = time.time()
         client.change_settings({"loop.sessions_per_step": 2 * per_step})
 
@@ -70,9 +84,10 @@ def watch(folder: Path, overrides: list[str], limit_s: float) -> dict[str, Any]:
             return [e for e in rows(path, "events.jsonl") if e["kind"] == "scale_done"]
 
         until(reacted, run, limit_s)
+        tell("reacted" if reacted() else "nothing done", since_s)
         after = client.pools()
     except RlmixError as error:
-        return {"error": str(error), "log": (folder / "run.log").read_text()[-1500:]}
+        return {"error": str(error), "log": log_of(folder)}
     finally:
         if run.poll() is None:
             run.send_signal(signal.SIGINT)
