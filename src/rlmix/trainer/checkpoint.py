@@ -91,6 +91,12 @@ class Checkpoint:
         _read_shards(self.folder, {f"{OPTIMIZER_PREFIX}{name}": t for name, t in state.items()})
         return state
 
+    @property
+    def has_moments(self) -> bool:
+        """Whether the optimizer that was saved had more than masters, as AdamW has after a step."""
+        names = _shard_sizes(self.folder, OPTIMIZER_PREFIX)
+        return any(name != "num_steps" and not name.startswith("master/") for name in names)
+
     def read_optimizer_into(self, state: "Mapping[str, Tensor]") -> None:
         """Fill `state` in place; each rank reads no more than its shards (DTensors).
 

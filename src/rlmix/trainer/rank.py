@@ -141,7 +141,10 @@ class TrainerRank:
             optimizer = MasterOptimizer(policy.parameters(), self._spec.optimizer)
         self._version = 0
         if checkpoint is not None:
-            optimizer.load_state(checkpoint.optimizer)
+            if isinstance(optimizer, ShardedOptimizer):
+                optimizer.load_from(checkpoint)
+            else:
+                optimizer.load_state(checkpoint.optimizer)
             torch.set_rng_state(checkpoint.random_state)
             self._version = checkpoint.version
         self._loaded = (policy, optimizer)

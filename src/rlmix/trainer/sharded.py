@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from rlmix.core.errors import TrainerError
-from rlmix.trainer.optimizer import MOMENTS, build_optimizer, take, warmed_up
+from rlmix.trainer.checkpoint import Checkpoint
+from rlmix.trainer.optimizer import MOMENTS, build_optimizer, warmed_up
 from rlmix.trainer.spec import OptimizerSpec
 
 if TYPE_CHECKING:
@@ -149,44 +150,38 @@ class ShardedOptimizer:
         return {name: whole(tensor) for name, tensor in self.state().items()}
 
     @torch.no_grad()
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from whole tensors, which must fit parameter by parameter.
+    def load_from(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint of any number of ranks; this one reads its own shards only.
 
         Raises:
             TrainerError: a tensor is missing, of another size or unknown, or the rounded masters
                 are not the loaded model (then model and optimizer come from different saves).
         """
-        state = dict(state)
-        self.num_steps = int(take(state, "num_steps", like=None))
+        needed = MOMENTS[self._spec.name]
+        moments = needed if checkpoint.has_moments else ()
+        places: dict[str, Any] = {"num_steps": torch.zeros((), dtype=torch.int64)}
         for name, master in self._masters.items():
-            loaded = self._cut(take(state, f"master/{name}", like=master), like=master)
-            mine, theirs = master.to_local(), loaded.to_local()
+            for kind in ("master", *moments):
+                is_shared = kind == "step"
+                places[f"{kind}/{name}"] = (
+                    torch.zeros(()) if is_shared else torch.empty_like(master.detach())
+                )
+        checkpoint.read_optimizer_into(places)
+        self.num_steps = int(places["num_steps"])
+        if self.num_steps and needed and not moments:
+            raise TrainerError(
+                f"trainer: the checkpoint {checkpoint.folder} has no moments; it was saved by "
+                f"another trainer.optimizer than {self._spec.name}"
+            )
+        for name, master in self._masters.items():
+            mine, theirs = master.to_local(), places[f"master/{name}"].to_local()
             if not torch.equal(mine.bfloat16(), theirs.bfloat16()):
                 raise TrainerError(
                     f"trainer: checkpoint: {name} in the model is not the rounding of its master "
                     "weight; model and optimizer come from different saves"
                 )
             mine.copy_(theirs)
-            self.optimizer.state[master] = {
-                kind: take(state, f"{kind}/{name}", like=None).clone()
-                if kind == "step"
-                else self._cut(take(state, f"{kind}/{name}", like=master), like=master)
-                for kind in (MOMENTS[self._spec.name] if self.num_steps else ())
-            }
-        if state:
-            raise TrainerError(
-                f"trainer: the checkpoint's optimizer holds {sorted(state)[:3]} and "
-                f"{max(0, len(state) - 3)} more that no parameter of the model has"
-            )
-
-    @staticmethod
-    def _cut(value: Tensor, *, like: Any) -> Any:
-        """This rank's share of a whole tensor that every rank has."""
-        from torch.distributed.tensor import distribute_tensor
-
-        return distribute_tensor(
-            value.to(like.to_local().device), like.device_mesh, like.placements, src_data_rank=None
-        )
+            self.optimizer.state[master] = {kind: places[f"{kind}/{name}"] for kind in moments}
 
 
 def whole(tensor: Any) -> Tensor:
