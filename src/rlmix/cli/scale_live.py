@@ -51,7 +51,13 @@ def answer_live(asked: LiveRequest) -> Answer:
         client.change_settings(settings)
     if asked.replicas:
         name = asked.operation_id or f"by-hand-{secrets.token_hex(4)}"
-        operation = client.scale(name, asked.replicas, "asked for by hand")
+        try:
+            operation = client.scale(name, asked.replicas, "asked for by hand")
+        except ConfigError as error:
+            if not settings:
+                raise
+            # They came first, since limits among them may be what makes the change possible.
+            raise ConfigError(f"{error} ({', '.join(settings)}: set, and stays so)") from None
         return _followed(client, operation, asked, settings=settings)
     if asked.watch:
         return _watched(client)

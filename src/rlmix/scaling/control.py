@@ -79,7 +79,10 @@ class ControlClient:
             raise ConfigError(
                 f"--run {url}: set {KEY_VARIABLE} to the key in {CONTROL_FILE} of the run's folder"
             )
-        return cls(url, key=environ[KEY_VARIABLE], run=urlsplit(url).netloc)
+        try:
+            return cls(url, key=environ[KEY_VARIABLE], run=urlsplit(url).netloc)
+        except ValueError as error:
+            raise ConfigError(f"--run {url}: no address ({error}); give http://HOST:PORT") from None
 
     def pools(self) -> dict[str, Any]:
         """The document of `rlmix scale pools --json`, and what is under way."""

@@ -89,10 +89,11 @@ def restart(state: ScaleState, configured: Mapping[str, int]) -> Restart:
         configured: pool -> replicas of this attempt's configuration; a pool whose number differs
             from the one that the former attempt was given was changed by hand, which wins.
     """
+    by_hand = {
+        pool for pool, number in configured.items() if state.configured.get(pool, number) != number
+    }
     held = {
-        pool: state.targets.get(pool, number)
-        if state.configured.get(pool, number) == number
-        else number
+        pool: number if pool in by_hand else state.targets.get(pool, number)
         for pool, number in configured.items()
     }
     base = replace(state, configured=dict(configured), targets=dict(held))
@@ -110,7 +111,23 @@ def restart(state: ScaleState, configured: Mapping[str, int]) -> Restart:
             operation_id=operation.id,
             reason="the controller ended while it was rolled back, and so did every new replica",
         )
-    asked = {pool: number for pool, number in operation.targets.items() if pool in held}
+    asked = {
+        pool: number
+        for pool, number in operation.targets.items()
+        if pool in held and pool not in by_hand
+    }
+    if not asked:
+        reason = "the controller ended while it was under way; its pools have other numbers now"
+        ended = replace(
+            operation, status=Status.CANCELLED, is_cancelled=True, replicas={}, reason=reason
+        )
+        return Restart(
+            state=replace(base, operations={**operations, operation.id: ended}),
+            replicas=held,
+            again={},
+            operation_id=operation.id,
+            reason=reason,
+        )
     start = held | {pool: min(held[pool], number) for pool, number in asked.items()}
     if not any(start.values()):
         start = held  # Somebody must serve until the additions do.
@@ -120,7 +137,7 @@ def restart(state: ScaleState, configured: Mapping[str, int]) -> Restart:
         again=asked,
         operation_id=operation.id,
         reason="the controller ended while it was under way; it is continued",
-        unfinished=operation,
+        unfinished=replace(operation, targets=asked),
     )
 
 

@@ -117,6 +117,8 @@ def test_what_is_no_id_or_no_endpoint_of_a_run_is_one_sentence(run):
         for url in ("http://127.0.0.1:port", "http://[::1", "http://a b"):
             with pytest.raises(ConfigError, match="is not the control endpoint of a run"):
                 ControlClient(url, key="k", run="r").pools()
+        with pytest.raises(ConfigError, match="no address"):
+            ControlClient.of_url("http://[::1", {KEY_VARIABLE: "k"})
 
     serve(run, talk)
 

@@ -88,6 +88,17 @@ def test_an_operation_under_way_is_continued_its_removals_hold_from_the_start():
     assert restart(state, {"h100": 0, "a100": 1}).replicas == {"h100": 0, "a100": 1}
 
 
+def test_a_number_given_by_hand_wins_over_an_operation_under_way():
+    state = FRESH.with_operation(begun())
+    part = restart(state, {"h100": 3, "a100": 1})
+    assert (part.replicas, part.again) == ({"h100": 3, "a100": 0}, {"a100": 0})
+    assert restart(part.to_keep(), {"h100": 3, "a100": 1}) == part
+    none = restart(state, {"h100": 3, "a100": 2})
+    assert (none.replicas, none.again) == ({"h100": 3, "a100": 2}, {})
+    assert none.state.operations["x"].status.value == "cancelled"
+    assert none.to_keep() == none.state
+
+
 def test_an_operation_that_was_being_undone_is_undone():
     undoing, _ = cancel(begun(), reason="no", now_s=2.0)
     assert not undoing.status.is_final
