@@ -25,6 +25,8 @@ DISK_MIB = 96
 STALL_S = 8.0
 NOTICE_LIMIT_S = 240.0
 """A fault that has no effect for so long went unnoticed."""
+START_LIMIT_S = 600.0
+"""For a whole attempt to come up; half a minute where nothing else runs."""
 SETTINGS = (
     "experiment=tiny", "+pool@pools.h100=embedded_h100", "loop.eval_tasks=0",
     "loop.checkpoint_every=1", f"launch.stall_timeout_s={STALL_S}", "launch.loads_every_s=0.5",
@@ -147,7 +149,9 @@ class Scene:
             except (RlmixError, OSError):
                 return None
 
-        client: ControlClient = self.until(ask, "an answer of the run's control endpoint")
+        client: ControlClient = self.until(
+            ask, "an answer of the run's control endpoint", START_LIMIT_S
+        )
         return client
 
     def victim(self) -> tuple[str, dict[str, Any]]:
