@@ -29,9 +29,10 @@ CHUNK_BYTES, SLICE_BYTES = 4 << 20, 1 << 16
 GZIP = 16 + zlib.MAX_WBITS
 UNREAD = (
     b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf\x27\x1c", b"Rar!\x1a\x07", b"\x04\x22\x4d\x18", b"\x1f\x9d",
-    b"hsqs", b"\xed\xab\xee\xdb",
+    b"hsqs", b"\xed\xab\xee\xdb", b"LZIP", b"MSCF", b"\x89LZO\0", b"xar!", b"LRZI",
 )  # fmt: skip
-"""Starts of zstd, 7z, rar, lz4, compress, squashfs and rpm: no standard library reads them."""
+"""Starts of zstd, 7z, rar, lz4, compress, squashfs, rpm, lzip, cab, lzop, xar and lrzip: no
+standard library reads them."""
 AR = b"!<arch>\n"
 _FAULTS = (
     zipfile.BadZipFile, tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError,

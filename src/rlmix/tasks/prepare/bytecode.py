@@ -4,7 +4,7 @@ Invariant: only files that Python makes again by itself, or never looks at, are 
 """
 
 from collections.abc import Collection, Iterable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 
 HEADER_BYTES = 16
 """Magic, flags, time and size of the source (PEP 552)."""
@@ -19,21 +19,37 @@ def stale_bytecode(
         files: path and place of the files of an image.
         sources: paths of the files whose compiled forms are looked for, by their last name.
     """
-    stems = {PurePosixPath(path).stem for path in sources if path.endswith(".py")} - {"__init__"}
+    stems = {_stem(PurePosixPath(path)) for path in sources if path.endswith(".py")}
     for path, file in files:
-        if not path.endswith((".pyc", ".pyo")) or file.name.partition(".")[0] not in stems:
+        if not path.endswith((".pyc", ".pyo")):
             continue
         folder = file.parent.parent if file.parent.name == "__pycache__" else file.parent
+        if _stem(folder / file.name) not in stems:
+            continue
         source = folder / f"{file.name.partition('.')[0]}.py"
         if not source.is_file() or source.is_symlink():
             yield path, False
-        elif _source_bytes(file) != source.stat().st_size & 0xFFFFFFFF:
+        elif _source_of(file) != _facts(source):
             yield path, True
 
 
-def _source_bytes(file: Path) -> int:
-    """Size of the source that it was compiled from; -1 where it says none."""
+def _stem(path: PurePath) -> str:
+    """The module's own name; of a package's `__init__`, with the package before it."""
+    stem = path.name.partition(".")[0]
+    return f"{path.parent.name}/{stem}" if stem == "__init__" else stem
+
+
+def _facts(source: Path) -> tuple[int, int]:
+    facts = source.stat()
+    return int(facts.st_mtime) & 0xFFFFFFFF, facts.st_size & 0xFFFFFFFF
+
+
+def _source_of(file: Path) -> tuple[int, int] | None:
+    """Time and size of the source that it was compiled from, by which Python itself decides
+    whether to use it; None where it says neither."""
     with file.open("rb") as stream:
         head = stream.read(HEADER_BYTES)
     flags = int.from_bytes(head[4:8], "little")
-    return -1 if len(head) < HEADER_BYTES or flags & 1 else int.from_bytes(head[12:16], "little")
+    if len(head) < HEADER_BYTES or flags & 1:
+        return None
+    return int.from_bytes(head[8:12], "little"), int.from_bytes(head[12:16], "little")

@@ -6,7 +6,7 @@ differs is never taken for harmless.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -43,13 +43,17 @@ def is_leftover(path: str) -> bool:
 
 
 def near_copies(
-    files: Iterable[tuple[str, Path]], base: Iterable[tuple[str, Path]]
+    files: Iterable[tuple[str, Path]],
+    base: Iterable[tuple[str, Path]],
+    *,
+    of: Collection[str] | None = None,
 ) -> Iterator[NearCopy]:
     """Files that share at least LEAST_SHARE of their lines with a base file, and are none.
 
     Args:
         files: path and place of what is looked at; those in a known language only.
         base: path and place of the files of the base.
+        of: paths of the base whose copies are wanted; None: of all.
     """
     contents: dict[str, bytes] = {}
     counts: dict[str, Counter[bytes]] = {}
@@ -71,7 +75,7 @@ def near_copies(
                 shared[name] += min(count, counts[name][line])
         for name, number in shared.most_common(1):
             share = number / max(lines[1].total(), counts[name].total())
-            if share >= LEAST_SHARE:
+            if share >= LEAST_SHARE and (of is None or name in of):
                 yield NearCopy(path=path, original=name, share=share)
 
 

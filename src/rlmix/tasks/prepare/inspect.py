@@ -33,6 +33,20 @@ CHANNELS = {
 """Path below a git folder -> what it can carry."""
 
 
+WANTED = ((), ("--tags",), ("--tags", "--match", "*[0-9]*"), ("--tags", "--match", "v[0-9]*"))
+"""How versions are asked for: by git, by most tools, by setuptools-scm, by versioneer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tag:
+    """A tag of the base's past."""
+
+    name: str
+    distance: int
+    """Commits from it to the base."""
+    is_annotated: bool
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Original:
     """An image's repository as it was found."""
@@ -49,10 +63,8 @@ class Original:
     """Objects that the base does not reach: future commits, dangling ones, other branches."""
     channels: tuple[str, ...]
     """What of CHANNELS is there, in words."""
-    tag: str
-    """Nearest tag at or before the base; empty when none is."""
-    tag_distance: int
-    """Commits from that tag to the base."""
+    tags: tuple["Tag", ...]
+    """The tags at or before the base that a version can be derived from; empty when none is."""
 
 
 def inspect(rootfs: Path, repo: Path, commit: str) -> Original:
@@ -85,7 +97,6 @@ def inspect(rootfs: Path, repo: Path, commit: str) -> Original:
         listing = git("rev-list", "--objects", "--no-object-names", base, cwd=repo, env=env)
         reached = set(listing.decode().split())
     refs = git("for-each-ref", "--format=%(refname)", cwd=repo, env=env, check=False)
-    tag, distance = _nearest_tag(repo, base, env)
     return Original(
         env=env,
         head=found,
@@ -94,8 +105,7 @@ def inspect(rootfs: Path, repo: Path, commit: str) -> Original:
         num_objects=len(everything),
         num_beyond_base=len(set(everything) - reached),
         channels=tuple(said for path, said in CHANNELS.items() if (git_dir / path).exists()),
-        tag=tag,
-        tag_distance=distance,
+        tags=_nearest_tags(repo, base, env) if base else (),
     )
 
 
@@ -109,14 +119,17 @@ def _without_git() -> Original:
         num_objects=0,
         num_beyond_base=0,
         channels=(),
-        tag="",
-        tag_distance=0,
+        tags=(),
     )
 
 
-def _nearest_tag(repo: Path, base: str, env: dict[str, str]) -> tuple[str, int]:
-    if not base:
-        return "", 0
-    said = git("describe", "--tags", "--long", base, cwd=repo, env=env, check=False).decode()
-    parts = said.strip().rsplit("-", 2)
-    return (parts[0], int(parts[1])) if len(parts) == 3 else ("", 0)
+def _nearest_tags(repo: Path, base: str, env: dict[str, str]) -> tuple[Tag, ...]:
+    found: dict[str, Tag] = {}
+    for options in WANTED:
+        said = git("describe", "--long", *options, base, cwd=repo, env=env, check=False)
+        name, *facts = said.decode("utf-8", "surrogateescape").strip().rsplit("-", 2)
+        if len(facts) == 2:
+            kind = git("cat-file", "-t", f"refs/tags/{name}", cwd=repo, env=env, check=False)
+            is_annotated = kind.strip() == b"tag"
+            found[name] = Tag(name=name, distance=int(facts[0]), is_annotated=is_annotated)
+    return tuple(found.values())

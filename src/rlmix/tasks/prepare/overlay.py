@@ -34,7 +34,7 @@ HISTORIES = (
 """What was typed while the image was made: commit ids, addresses, commands that fetch the fix."""
 DOWNLOADS = ("/.cache/pip/", "/.cache/uv/", "/.npm/_cacache/", "/.cache/yarn/", "/.cache/pypoetry/")
 """Caches of what was downloaded, which nothing needs offline. They go whole where the fix is not
-known, because a later release of the project cannot be told from others there."""
+known by its lines, because a later release of the project cannot be told from others there."""
 
 
 class Unproven(DataError):
@@ -42,13 +42,14 @@ class Unproven(DataError):
 
 
 def clean_tree(
-    repo: Path, lines: tuple[bytes, ...], tracked: frozenset[str], *, is_fix_known: bool
+    repo: Path, lines: tuple[bytes, ...], tracked: frozenset[str], *, untold: frozenset[str] | None
 ) -> list[str]:
     """Replace copies of the fix among the kept, ignored files of `repo` by the base's own file.
 
     Args:
-        is_fix_known: False: near copies of base files are treated as copies of the fix.
         tracked: paths that the base records; nobody put the fix into an archive among them.
+        untold: paths that the fix changes without a telling line; None where it is unknown, which
+            makes that all of them. Near copies of these are treated as copies of the fix.
 
     Returns:
         Paths that were changed.
@@ -66,10 +67,10 @@ def clean_tree(
             raise Unproven(find.sentence())
         shutil.copyfile(own, repo / find.path)
         changed.append(find.path)
-    if not is_fix_known and tracked:
+    if untold != frozenset() and tracked:
         own_files = [(path, file) for path, file in files if path in tracked]
         others = [(path, file) for path, file in files if path not in tracked]
-        for copy in list(near_copies(others, own_files)):
+        for copy in list(near_copies(others, own_files, of=untold)):
             if counterpart(repo, copy.path) != repo / copy.original:
                 raise Unproven(copy.sentence())
             shutil.copyfile(repo / copy.original, repo / copy.path)
@@ -98,7 +99,7 @@ def make_overlay(
     lines: tuple[bytes, ...],
     *,
     gone: tuple[str, ...] = (),
-    is_fix_known: bool,
+    untold: frozenset[str] | None,
     tracked: frozenset[str] = frozenset(),
     touched: frozenset[str] = frozenset(),
 ) -> list[str]:
@@ -107,9 +108,9 @@ def make_overlay(
     Args:
         workdir: the image's own repository, below `rootfs`.
         gone: absolute paths of the image that must not be seen (hidden tests, verdicts).
-        is_fix_known: False: installed copies of the project are replaced by the base's files
-            wherever they differ, because nobody can say which lines tell; near copies elsewhere
-            are not accepted.
+        untold: paths that the fix changes without a telling line; None where it is unknown, which
+            makes that all of them. Installed copies of these are replaced by the base's files
+            wherever they differ, and near copies elsewhere are not accepted.
         tracked: paths that the base records.
         touched: those that the fix changes; none where it is unknown.
 
@@ -144,9 +145,9 @@ def make_overlay(
     found = [find for find in find_lines(files, lines) if not _below(done, find.path)]
     for find in found:
         done += _remove_or_replace(find, rootfs, repo, overlay)
-    if not is_fix_known:
-        done += _replace_installed(files, rootfs, repo, overlay, set(done))
-        done += _hide_copies(files, rootfs, repo, overlay, set(done), tracked)
+    if untold != frozenset():
+        done += _replace_installed(files, rootfs, repo, overlay, set(done), untold)
+        done += _hide_copies(files, rootfs, repo, overlay, set(done), tracked, untold)
     hidden = set(done)
     for path, has_source in stale_bytecode(files, touched or tracked):
         if f"/{path}" in hidden:
@@ -192,9 +193,7 @@ def _remove_or_replace(find: Find, rootfs: Path, repo: Path, overlay: Path) -> l
     done = []
     own = None if find.member or find.is_unread else counterpart(repo, path)
     if own is not None:
-        target = overlay / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(own, target)
+        _replace(rootfs, path, own, overlay)
         done.append(f"/{path}")
         done += _bytecode_of(path, rootfs, overlay)
     elif is_leftover(path) or any(part in f"/{path}" for part in PACKAGE_CACHES):
@@ -204,8 +203,21 @@ def _remove_or_replace(find: Find, rootfs: Path, repo: Path, overlay: Path) -> l
     return done
 
 
+def _replace(rootfs: Path, path: str, own: Path, overlay: Path) -> None:
+    """Content of the base's file, mode of the image's."""
+    target = overlay / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(own, target)
+    target.chmod((rootfs / path).stat().st_mode & 0o777)
+
+
 def _replace_installed(
-    files: list[tuple[str, Path]], rootfs: Path, repo: Path, overlay: Path, done: set[str]
+    files: list[tuple[str, Path]],
+    rootfs: Path,
+    repo: Path,
+    overlay: Path,
+    done: set[str],
+    untold: frozenset[str] | None,
 ) -> list[str]:
     more = []
     for path, file in files:
@@ -215,12 +227,12 @@ def _replace_installed(
         tail = path.rpartition(folder)[2]
         package = tail.partition("/")[0]
         for prefix in ("", "src/", "lib/"):
+            if untold is not None and f"{prefix}{tail}" not in untold:
+                continue
             own = plain_file(repo, f"{prefix}{tail}")
             is_own = plain_file(repo, f"{prefix}{package}/__init__.py") is not None
             if is_own and own is not None and own.read_bytes() != file.read_bytes():
-                target = overlay / path
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(own, target)
+                _replace(rootfs, path, own, overlay)
                 more += [f"/{path}", *_bytecode_of(path, rootfs, overlay)]
                 break
     return more
@@ -233,13 +245,14 @@ def _hide_copies(
     overlay: Path,
     done: set[str],
     tracked: frozenset[str],
+    untold: frozenset[str] | None,
 ) -> list[str]:
     more = [_whiteout(overlay, rootfs, folder) for folder in sorted(_downloads(files))]
     left = [
         (path, file) for path, file in files if f"/{path}" not in done and not _below(more, path)
     ]
     own = [(p, file) for p in sorted(tracked) if (file := plain_file(repo, p)) is not None]
-    for copy in near_copies(left, own):
+    for copy in near_copies(left, own, of=untold):
         if is_leftover(copy.path) or any(part in f"/{copy.path}" for part in PACKAGE_CACHES):
             more.append(_whiteout(overlay, rootfs, f"/{copy.path}"))
         else:

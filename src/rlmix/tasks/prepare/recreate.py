@@ -1,14 +1,16 @@
 """Makes a new repository of the base's files: one commit of its own, nothing before, nothing after.
 
-A tag that a version is derived from is kept with its distance: the tagged commit and those between
+Tags that a version is derived from are kept with their distance: the tagged commits and those after
 hold an empty tree, so `git describe` answers as before and no earlier state can be read.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlmix.core.errors import DataError
 from rlmix.sandbox.repository import write_capture
 from rlmix.tasks.prepare.git import IDENTITY, git
+from rlmix.tasks.prepare.inspect import Tag
 from rlmix.tasks.prepare.worktree import set_times
 
 MAX_DISTANCE = 100_000
@@ -20,12 +22,12 @@ _CONFIG = """[core]
 """
 
 
-def recreate(folder: Path, *, tracked: list[str], tag: str, distance: int) -> str:
+def recreate(folder: Path, *, tracked: list[str], tags: Sequence[Tag]) -> str:
     """Give `folder/repo` a git folder, and `folder/capture` the one that diffs are taken with.
 
     Args:
         tracked: paths of the base commit; they are recorded even where git ignores them.
-        tag: nearest tag, empty for none; `distance` commits lie between it and the base.
+        tags: those to keep, each at its distance from the base.
 
     Returns:
         The base's commit id in the new repository.
@@ -33,8 +35,10 @@ def recreate(folder: Path, *, tracked: list[str], tag: str, distance: int) -> st
     Raises:
         DataError: more commits since the tag than anybody needs.
     """
-    if distance > MAX_DISTANCE:
-        raise DataError(f"{distance} commits since tag {tag}; allowed: {MAX_DISTANCE}")
+    for tag in tags:
+        if tag.distance > MAX_DISTANCE:
+            said = f"{tag.distance} commits since tag {tag.name}"
+            raise DataError(f"{said}; allowed: {MAX_DISTANCE}")
     repo = folder / "repo"
     write_capture(folder / "capture")
     _empty_repository(repo)
@@ -51,7 +55,7 @@ def recreate(folder: Path, *, tracked: list[str], tag: str, distance: int) -> st
         stdin="\0".join(f":(literal){path}" for path in present).encode("utf-8", "surrogateescape"),
     )  # fmt: skip
     tree = git("write-tree", cwd=repo, env=env).decode().strip()
-    git("fast-import", "--quiet", "--force", cwd=repo, env=env, stdin=_history(tree, tag, distance))
+    git("fast-import", "--quiet", "--force", cwd=repo, env=env, stdin=_history(tree, tags))
     git("-c", "pack.threads=1", "repack", "-adq", cwd=repo, env=env)
     git("prune", "--expire=now", cwd=repo, env=env)
     for extra in (
@@ -76,19 +80,22 @@ def _empty_repository(repo: Path) -> None:
     (place / "config").write_text(_CONFIG)
 
 
-def _history(tree: str, tag: str, distance: int) -> bytes:
+def _history(tree: str, tags: Sequence[Tag]) -> bytes:
     out: list[bytes] = []
-    count = distance + 1 if tag else 1
+    count = 1 + max((tag.distance for tag in tags), default=0)
     for number in range(count):
         message = b"base" if number == count - 1 else b"earlier"
         out.append(b"commit refs/heads/main\nmark :%d\n" % (number + 1))
         out.append(b"committer %s\ndata %d\n%s\n" % (IDENTITY.encode(), len(message), message))
         if number == count - 1:
             out.append(b'M 040000 %s ""\n' % tree.encode())
-    if tag:
-        # An annotated tag: `git describe` looks at those first.
-        out.append(b"tag %s\nfrom :1\ntagger %s\n" % (tag.encode(), IDENTITY.encode()))
-        out.append(b"data %d\n%s\n" % (len(tag.encode()), tag.encode()))
+    for tag in tags:
+        name, place = tag.name.encode("utf-8", "surrogateescape"), count - tag.distance
+        if tag.is_annotated:  # `git describe` asks for these first, or for no others.
+            out.append(b"tag %s\nfrom :%d\ntagger %s\n" % (name, place, IDENTITY.encode()))
+            out.append(b"data %d\n%s\n" % (len(name), name))
+        else:
+            out.append(b"reset refs/tags/%s\nfrom :%d\n\n" % (name, place))
     return b"".join(out)
 
 

@@ -57,13 +57,18 @@ def prepare_set(
         on_task: called with the id of each task before it is worked on.
 
     Raises:
-        ConfigError: `images` is no folder.
-        DataError: the data cannot be read, or is_strict and one of its rows cannot.
+        ConfigError: `images` is no folder, or `out` cannot be one.
+        DataError: there is no git, the data cannot be read, is_strict and one of its rows cannot,
+            or `out` cannot be written.
     """
     if not images.is_dir():
         raise ConfigError(
             f"--images {images}: no such folder; allowed: a folder with one unpacked image per "
             "task, e.g. from `docker export $(docker create IMAGE) | tar -x -C DIR/TASK_ID`"
+        )
+    if shutil.which("git") is None:
+        raise DataError(
+            f"tasks prepare {name}: no git on PATH, which re-creates repositories; install it"
         )
     images, out = images.resolve(), out.resolve()  # git is run in other folders.
     found = read_set(name, path, revision=revision, limit=limit)
@@ -76,7 +81,13 @@ def prepare_set(
             f"read: {listed}{more}; mend them, or leave out --strict to prepare the others"
         )
     done: list[PreparedTask] = []
-    (out / REPOSITORIES).mkdir(parents=True, exist_ok=True)
+    try:
+        (out / REPOSITORIES).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out}: no folder can be made there ({error.strerror}); give one that you may "
+            "write to"
+        ) from None
     for task in found.tasks:
         task_id = task.public.task_id
         on_task(task_id)
@@ -99,8 +110,11 @@ def prepare_set(
         done.append(
             PreparedTask(task=judged, manifest=manifest, folder=folder, rootfs=rootfs, diff=diff)
         )
-    copy_hard_ids(path, out)
-    write_set(out, name=name, revision=revision, done=done, excluded=excluded)
+    try:
+        copy_hard_ids(path, out)
+        write_set(out, name=name, revision=revision, done=done, excluded=excluded)
+    except OSError as error:
+        raise DataError(f"--out {out}: the set cannot be written there: {error}") from None
     return PreparedSet(
         num_rows=found.num_rows,
         done=tuple(one.manifest for one in done),

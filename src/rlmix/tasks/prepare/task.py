@@ -21,9 +21,9 @@ from rlmix.tasks.prepare.manifest import SCHEMA_VERSION, Excluded, Manifest
 from rlmix.tasks.prepare.overlay import clean_tree, make_overlay
 from rlmix.tasks.prepare.proof import prove
 from rlmix.tasks.prepare.recreate import recreate
-from rlmix.tasks.prepare.worktree import copy_base, indexed, set_times
+from rlmix.tasks.prepare.worktree import committed, copy_base, indexed, keep_caches, set_times
 from rlmix.tasks.record import SourceTask
-from rlmix.tasks.sources.patches import changes_in, paths_in
+from rlmix.tasks.sources.patches import added_by_file, changes_in, paths_in, reversed_lines
 
 MAX_NAMED = 100
 _COMMIT = re.compile(r"[0-9a-f]{7,64}")
@@ -101,6 +101,9 @@ def _prepare(task: SourceTask, rootfs: Path, work: Path, inputs: str) -> Manifes
         commit=original.base if is_commit else "",
         gone=gone,
     )
+    if public.base.kind == "commit" and not is_commit:
+        named = committed(source, original.base, original.env)
+        keep_caches(source, work / "repo", sorted(named - gone), copied)
     fix = _fix(task, source, original)
     tracked = copied.tracked or indexed(source, original.env)
     base_files = [file for path in tracked if (file := plain_file(work / "repo", path))]
@@ -110,7 +113,8 @@ def _prepare(task: SourceTask, rootfs: Path, work: Path, inputs: str) -> Manifes
         for diff in (fix, hidden.hidden_patch)
     )
     lines = (*fix_lines, *test_lines)
-    replaced = clean_tree(work / "repo", lines, frozenset(tracked), is_fix_known=bool(fix_lines))
+    untold = untold_files(fix, fix_lines) if fix_lines else None
+    replaced = clean_tree(work / "repo", lines, frozenset(tracked), untold=untold)
     overlaid = make_overlay(
         rootfs,
         source,
@@ -118,11 +122,11 @@ def _prepare(task: SourceTask, rootfs: Path, work: Path, inputs: str) -> Manifes
         work / "overlay",
         lines,
         gone=hidden.image_paths,
-        is_fix_known=bool(fix_lines),
+        untold=untold,
         tracked=frozenset(tracked),
         touched=frozenset(paths_in(fix)) if fix_lines else frozenset(),
     )
-    commit = recreate(work, tracked=tracked, tag=original.tag, distance=original.tag_distance)
+    commit = recreate(work, tracked=tracked, tags=original.tags)
     tree, proof = prove(
         work,
         commit=commit,
@@ -149,7 +153,7 @@ def _prepare(task: SourceTask, rootfs: Path, work: Path, inputs: str) -> Manifes
         has_programs=with_programs,
         image_bytes=_bytes_below(rootfs),
         repository_bytes=_bytes_below(work / "repo"),
-        proof=(*proof, _said_of_fix(fix, fix_lines, overlaid)),
+        proof=(*proof, _said_of_fix(fix, untold, overlaid)),
     )
 
 
@@ -173,10 +177,7 @@ def _fix(task: SourceTask, source: Path, original: Original) -> str:
     if gold.patch and not gold.is_reversed:
         return gold.patch
     if gold.is_reversed:
-        # The patch makes the bug: what it removes is what the fix adds.
-        swapped = {"+": "-", "-": "+"}
-        lines = gold.patch.split("\n")
-        return "\n".join(swapped.get(line[:1], line[:1]) + line[1:] for line in lines)
+        return reversed_lines(gold.patch)  # The patch makes the bug.
     if gold.commit and original.base:
         # A word that begins with a dash would be an option, and some of them write files.
         if not _COMMIT.fullmatch(gold.commit):
@@ -201,9 +202,23 @@ def _left_behind(original: Original) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _said_of_fix(fix: str, fix_lines: tuple[bytes, ...], overlaid: list[str]) -> str:
-    if fix_lines:
-        return f"no copy of the fix in the image; {len(overlaid)} paths lie under the overlay"
+def untold_files(fix: str, fix_lines: tuple[bytes, ...]) -> frozenset[str]:
+    """Paths that a fix changes by lines of which none tells: nobody can look for those changes."""
+    telling = set(fix_lines)
+    found: set[str] = set()
+    for paths, lines in added_by_file(fix):
+        if telling.isdisjoint(line.strip().encode() for line in lines):
+            found.update(paths)
+    return frozenset(found)
+
+
+def _said_of_fix(fix: str, untold: frozenset[str] | None, overlaid: list[str]) -> str:
+    if untold is not None:
+        compared = f", copies of {len(untold)} files of it were compared whole" if untold else ""
+        return (
+            f"no telling line of the fix in the image{compared}; {len(overlaid)} paths lie under "
+            "the overlay"
+        )
     why = "adds no line that tells" if fix else "is unknown"
     return (
         f"the fix {why}: installed copies of the project were replaced by the base's files, "

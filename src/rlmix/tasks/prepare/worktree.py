@@ -8,14 +8,14 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlmix.core.errors import DataError
 from rlmix.tasks.prepare.copies import is_leftover
 from rlmix.tasks.prepare.git import git
-from rlmix.tasks.prepare.image import is_git_data, is_git_folder
+from rlmix.tasks.prepare.image import is_git_data, is_git_folder, plain_file
 
 MAX_BYTES = 32 << 30
 MAX_DEPTH = 200
@@ -63,10 +63,10 @@ def copy_base(
     shared = {path for path in tracked if tracked[path] == head.get(path)}
     own = set(tracked or indexed(repo, env))
     folders = {above for path in own for above in _above(path)}
-    git_folders: list[str] = []
+    skipped: list[str] = []  # Folders that are left out with all that is in them.
     for path, entry in walk(repo):
         name = path.rpartition("/")[2]
-        if path.startswith(tuple(git_folders)):
+        if path.startswith(tuple(skipped)):
             continue
         if path in folders and commit and not entry.is_dir(follow_symlinks=False):
             # A link here would lead the commit's files elsewhere.
@@ -74,13 +74,15 @@ def copy_base(
             continue
         if _is_git(entry, path, own, folders):
             copied.purged.append(path)
-            git_folders.append(f"{path}/")
+            skipped.append(f"{path}/")
             continue
         is_left = is_leftover(path) and path not in own and not entry.is_dir(follow_symlinks=False)
         is_cache = name in CACHES or name.endswith((".pyc", ".pyo"))
         if name == ".git" or is_cache or path in gone or is_left:
             if name != ".git" or path != ".git":
                 copied.purged.append(path)
+            if path in gone:
+                skipped.append(f"{path}/")
             continue
         if path not in shared and (path in head or path in tracked):
             continue  # The commit's own content is written below.
@@ -88,6 +90,22 @@ def copy_base(
     _write_blobs(repo, out, tracked, env, gone, copied)
     copied.tracked = sorted(tracked)
     return copied
+
+
+def keep_caches(repo: Path, out: Path, tracked: Iterable[str], copied: Copied) -> None:
+    """Copy files that only bear the name of a cache: upstream's own commit records them (a report
+    that a parser is tested with). Bytecode is never among them."""
+    for path in tracked:
+        parts = path.split("/")
+        if CACHES.isdisjoint(parts) or "__pycache__" in parts or path.endswith((".pyc", ".pyo")):
+            continue
+        place = plain_file(repo, path)
+        if place is None or os.path.lexists(out / path):
+            continue
+        (out / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(place, out / path)
+        (out / path).chmod(place.stat().st_mode & 0o777)
+        copied.purged = [one for one in copied.purged if one != path]
 
 
 def names_of(path: str, place: "os.DirEntry[str] | Path") -> Iterator[bytes]:
@@ -138,6 +156,11 @@ def indexed(repo: Path, env: Mapping[str, str]) -> list[str]:
         return []
     listing = git("ls-files", "-z", cwd=repo, env=dict(env))
     return [os.fsdecode(path) for path in listing.split(b"\0") if path]
+
+
+def committed(repo: Path, commit: str, env: Mapping[str, str]) -> frozenset[str]:
+    """Paths that a commit records."""
+    return frozenset(_tracked(repo, commit, env))
 
 
 def walk(root: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:

@@ -108,5 +108,31 @@ def tests_among(paths: tuple[str, ...]) -> tuple[str, ...]:
 
 def added_lines(diff: str) -> tuple[str, ...]:
     """Lines that a diff adds, without their mark."""
-    lines = diff.split("\n")
-    return tuple(line[1:] for line in lines if line.startswith("+") and not line.startswith("+++ "))
+    return tuple(line for _, lines in added_by_file(diff) for line in lines)
+
+
+def added_by_file(diff: str) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """(paths before and after, lines added without their mark) of each file that a diff changes."""
+    starts = [match.start() for match in _HEADER.finditer(diff)]
+    for start, end in pairwise([*starts, len(diff)]):
+        section = diff[start:end]
+        head, mark, body = section.partition("\n@@ ")
+        old = [
+            _plain(line.removeprefix("rename from "))
+            for line in head.split("\n")
+            if line.startswith("rename from ")
+        ]
+        lines = body.split("\n") if mark else []
+        added = tuple(line[1:] for line in lines if line.startswith("+"))
+        yield (*old, *paths_in(section)), added
+
+
+def reversed_lines(diff: str) -> str:
+    """The diff with what it adds and what it removes exchanged; its heads stay as they are."""
+    swapped = {"+": "-", "-": "+"}
+    out: list[str] = []
+    in_body = False
+    for line in diff.split("\n"):
+        in_body = not line.startswith("diff --git ") and (in_body or line.startswith("@@ "))
+        out.append(swapped.get(line[:1], line[:1]) + line[1:] if in_body else line)
+    return "\n".join(out)
