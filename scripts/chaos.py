@@ -37,8 +37,12 @@ from rlmix.scaling.control import ControlClient
 
 UNFINISHED = 3
 """Exit code of a piece after which there is more to do."""
-PIECE_MARGIN_S = 75.0
+PIECE_MARGIN_S = 45.0
 """What is left of a piece when no further fault is begun: one takes about so long."""
+RESTART_MARGIN_S = 150.0
+"""The same of a restart of the controller, on a machine with other work."""
+PAUSE_MARGIN_S = 35.0
+"""What is left of a piece when the run is paused: a step, a checkpoint, an orderly end."""
 
 
 def sigkill(scene: Scene) -> dict[str, Any]:
@@ -260,10 +264,12 @@ def run(options: argparse.Namespace, root: Path) -> dict[str, Any] | None:
         scene.start()
         for number, kind in list(enumerate(planned))[len(scene.done) :]:
             due = 1 + number * (options.steps - 2) // len(planned)
-            while scene.step() < due and left_s() > PIECE_MARGIN_S:
+            restarts = kind == controller_restart.__name__
+            margin_s = RESTART_MARGIN_S if restarts else PIECE_MARGIN_S
+            while scene.step() < due and left_s() > margin_s:
                 time.sleep(0.2)
                 scene.until(lambda: True, f"step {due}")
-            if left_s() <= PIECE_MARGIN_S:
+            if left_s() <= margin_s:
                 scene.pause()
                 return None
             began_s = time.monotonic()
@@ -273,7 +279,7 @@ def run(options: argparse.Namespace, root: Path) -> dict[str, Any] | None:
             print(json.dumps(fact), file=sys.stderr, flush=True)
         assert scene.process is not None
         while scene.process.poll() is None:
-            if left_s() <= PIECE_MARGIN_S / 2:
+            if left_s() <= PAUSE_MARGIN_S:
                 scene.pause()
                 return None
             time.sleep(0.2)
