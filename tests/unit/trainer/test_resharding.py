@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlmix.core.errors import TrainerError
 from rlmix.trainer.checkpoint import load_checkpoint
 from tests.unit.trainer.conftest import ALGO, OPTIMIZER
 from tests.unit.trainer.processes import start_ranks
@@ -70,5 +71,31 @@ def test_two_ranks_save_one_resumes_saves_and_two_go_on(spec, model_dir, samples
         assert (loaded["step"], loaded["extra"]) == (2, {"cursor": 4})
         same(state, alone._parts()[1].full_state())
         assert result.applied
+    finally:
+        ranks.kill()
+
+
+def test_two_ranks_refuse_the_checkpoint_of_another_optimizer(spec, model_dir, samples):
+    sgd = dataclasses.replace(spec, optimizer=dataclasses.replace(OPTIMIZER, name="sgd"))
+    ranks, _ = start_ranks(spec, 2)
+
+    async def saved(told):
+        await ranks.call("remake", told, limit_s=None)
+        await ranks.call("load", model_dir, limit_s=None)
+        await ranks.call("train_step", samples, step=1, version=2, limit_s=None)
+        return await ranks.call("save", 1, {}, limit_s=None)
+
+    async def resumed(told, path):
+        await ranks.call("remake", told, limit_s=None)
+        await ranks.call("load", path, limit_s=None)
+
+    try:
+        path = asyncio.run(saved(spec))
+        with pytest.raises(TrainerError, match=r"tensors without a place: \['exp_avg/"):
+            asyncio.run(resumed(sgd, path))
+        path = asyncio.run(saved(sgd))
+        with pytest.raises(TrainerError, match=r"has no moments.*another trainer\.optimizer"):
+            asyncio.run(resumed(spec, path))
+        asyncio.run(resumed(sgd, path))
     finally:
         ranks.kill()
