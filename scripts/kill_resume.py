@@ -29,9 +29,9 @@ import psutil
 from rlmix.observe.jsonl import read_jsonl
 
 SETTINGS = (
-    "experiment=exact", "pools=six_bf16", "loop.max_staleness=0", "loop.eval_tasks=0",
-    "loop.sessions_per_step=8", "loop.group_size=4", "loop.checkpoint_every=1",
-    "session.concurrency=8",
+    "experiment=tiny", "numerics.consistency=exact", "loop.max_staleness=0",
+    "pools.b200.weights=bf16", "pools.b200.kv=bf16", "pools.b200.attention=triton",
+    "pools.b200.moe=triton", "pools.a100.kv=bf16",
 )  # fmt: skip
 COMPARED = (
     "loss/policy", "loss/grad_norm", "reward/mean", "mismatch/mean_abs", "mismatch/k3_kl",
@@ -77,13 +77,18 @@ def is_sampling(run: Path) -> bool:
     return any(e["kind"] == "replica_ready" for e in now)
 
 
-def moment(run: Path, chance: random.Random, process: "subprocess.Popen[bytes]") -> str:
-    """Wait for a moment worth a kill; returns what it is after. Empty when the run ended first."""
+def moment(
+    run: Path, chance: random.Random, process: "subprocess.Popen[bytes]", piece_ends_s: float
+) -> str:
+    """Wait for a moment worth a kill; returns what it is after. Empty when the run, or the piece's
+    time, ended first."""
     kind = chance.choice(("start", "sampling", "step"))
     before = len(steps_done(run)) if run.is_dir() else 0
     deadline_s = time.monotonic() + ATTEMPT_LIMIT_S
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
+            return ""
+        if time.monotonic() > piece_ends_s:
             return ""
         is_there = (run / "manifest.json").is_file()
         if is_there and (
@@ -97,32 +102,49 @@ def moment(run: Path, chance: random.Random, process: "subprocess.Popen[bytes]")
     raise SystemExit(f"kill_resume: nothing happened in {ATTEMPT_LIMIT_S:g} s; see {run}")
 
 
-def kill(process: "subprocess.Popen[bytes]", victim: str, chance: random.Random) -> str:
+def kill(process: "subprocess.Popen[bytes]", run: Path, victim: str, chance: random.Random) -> str:
     """SIGKILL; returns to whom."""
     if victim == "run":
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         return "the driver and its group"
-    ranks = [
-        child for child in psutil.Process(process.pid).children(recursive=True)
-        if "trainer" in " ".join(child.cmdline()[:3])
-    ]  # fmt: skip
+    ranks = trainer_ranks(run)
     if not ranks:
         return ""
     chosen = chance.choice(ranks)
     chosen.kill()
-    return f"{' '.join(chosen.cmdline()[:1])} ({chosen.pid})"
+    return f"a rank, process {chosen.pid}"
 
 
-def finish(out: Path, name: str, steps: int, extra: list[str], deadline_s: float) -> bool:
-    """Run to the end; False when the piece's time is over (then the run is stopped politely)."""
-    process = start(out, name, steps, extra)
+def trainer_ranks(run: Path) -> list[psutil.Process]:
+    """Those that write a rank's log; Ray gives its actors other names every now and then."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            log = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
+        except OSError:
+            continue
+        if log.parent == run / "logs" and log.name.startswith("trainer-"):
+            found.append(process)
+    return found
+
+
+def ends(process: "subprocess.Popen[bytes]", deadline_s: float) -> bool:
+    """Wait for it; False when the piece's time is over (then the run is stopped politely)."""
     while process.poll() is None:
         if time.monotonic() > deadline_s:
             process.send_signal(signal.SIGINT)
             process.wait()
             return False
         time.sleep(LOOK_S)
+    return True
+
+
+def finish(out: Path, name: str, steps: int, extra: list[str], deadline_s: float) -> bool:
+    """Run to the end; False when the piece's time is over."""
+    process = start(out, name, steps, extra)
+    if not ends(process, deadline_s):
+        return False
     if process.returncode:
         raise SystemExit(f"kill_resume: {name} ended with {process.returncode}; {out / name}.log")
     return True
@@ -174,27 +196,34 @@ def main() -> None:
         keep()
         if not state["whole"]:
             sys.exit(UNFINISHED)
-    run = out / "runs" / "killed"
+    run, is_over = out / "runs" / "killed", False
     while len(state["kills"]) < arguments.kills:
         if time.monotonic() > deadline_s:
             sys.exit(UNFINISHED)
         chance = random.Random(arguments.seed * 1000 + len(state["kills"]))
         process = start(out, "killed", steps, extra)
-        while (after := moment(run, chance, process)) and len(state["kills"]) < arguments.kills:
-            whom = kill(process, arguments.victim, chance)
+        while len(state["kills"]) < arguments.kills:
+            after = moment(run, chance, process, deadline_s)
+            if not after and (process.poll() is not None or arguments.victim == "rank"):
+                break
+            whom = kill(process, run, arguments.victim, chance)
             if whom:
                 done = len(steps_done(run))
+                after = after or "the piece's end"
                 state["kills"].append({"after": after, "whom": whom, "steps": done})
                 print(f"kill {len(state['kills'])}: {after}, {whom}, "
                       f"{done} steps done", file=sys.stderr, flush=True)  # fmt: skip
                 keep()
             if arguments.victim == "run":
                 break
-        if process.poll() is not None and not after and process.returncode == 0:
-            break  # It came to its end between two kills.
-        if process.poll() is None:
-            process.wait()
-    if not finish(out, "killed", steps, extra, deadline_s):
+        if not ends(process, deadline_s):
+            sys.exit(UNFINISHED)
+        if process.returncode == 0:
+            is_over = True  # It came to its end between two kills.
+            break
+        if process.returncode != -signal.SIGKILL:
+            raise SystemExit(f"kill_resume: ended with {process.returncode}; see {out}/killed.log")
+    if not is_over and not finish(out, "killed", steps, extra, deadline_s):
         sys.exit(UNFINISHED)
     differences = compare(out, steps)
     document = {"kills": state["kills"], "steps": steps, "differences": differences}
