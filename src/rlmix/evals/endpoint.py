@@ -133,8 +133,7 @@ class EndpointAgent:
         sandbox = await backend.create(await backend.prepare(task.public.repository))
         try:
             try:
-                async with asyncio.timeout_at(asyncio.get_running_loop().time() + task.agent_s):
-                    reason = await self._work(conversation, sandbox, number, until_s)
+                reason = await self._work(conversation, sandbox, number, until_s)
             except TimeoutError:
                 if conversation.waiting_s() > task.agent_s / 2:
                     text = f"one answer did not come in {conversation.waiting_s():.0f} s"
@@ -153,11 +152,22 @@ class EndpointAgent:
     async def _work(
         self, conversation: "_Conversation", sandbox: Any, number: int, until_s: float
     ) -> str:
+        """Until it submits or a limit ends it.
+
+        Only the waits for the model are cut short from here: a command has its own limit inside,
+        and one that is cancelled would leave a sandbox that records nothing any more.
+
+        Raises:
+            TimeoutError: the time was over while the model was asked.
+        """
         sampling, misses = self._sampling, 0
         for _ in range(sampling.max_turns):
-            conversation.asked_s = time.monotonic()
+            conversation.asked_s = now_s = time.monotonic()
+            if now_s >= until_s:
+                return StopReason.TIME_LIMIT.value
             try:
-                message = await self._ask(conversation, number)
+                async with asyncio.timeout(until_s - now_s):
+                    message = await self._ask(conversation, number)
             except _Full:
                 return StopReason.TOKEN_LIMIT.value
             conversation.model_s += conversation.waiting_s()
