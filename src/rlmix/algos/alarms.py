@@ -50,6 +50,9 @@ class AlarmRules:
     drift_format_gap: float
     """Times the other pools' mismatch that a number format may explain: granted to a pool before
     it has a past, and at most."""
+    tolerances_nats: Mapping[str, float]
+    """Pool -> mean absolute difference that its replicas are admitted with at most. A pool that is
+    missing is not judged by it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -344,6 +347,18 @@ def _pool_drift(
         )
 
 
+def _pool_tolerance(
+    rule: Rule, rules: AlarmRules, memory: AlarmMemory, metrics: Metrics
+) -> Iterator[Reading]:
+    """How many times its own tolerance a pool is from the trainer."""
+    for pool in measured_pools(metrics, min_tokens=rules.min_tokens):
+        nats = metrics.get(f"mismatch/by_pool/{pool}/mean_abs")
+        tolerance_nats = rules.tolerances_nats.get(pool)
+        if nats is not None and tolerance_nats is not None:
+            times = nats / tolerance_nats
+            yield Reading(pool=pool, value=times, is_beyond=times > rule.limit)
+
+
 def _usual_gap(past: Sequence[float], rules: AlarmRules) -> float:
     """Log of a pool's usual distance to the others."""
     most = math.log(rules.drift_format_gap)
@@ -396,6 +411,12 @@ RULES: Mapping[str, RuleKind] = {
         measure=_pool_above("mismatch", "k3_kl"),
         is_per_pool=True,
         sentence="trainer and pool {pool} are {value} nats apart by k3 (limit {limit})",
+    ),
+    "pool_tolerance": RuleKind(
+        measure=_pool_tolerance,
+        is_per_pool=True,
+        sentence="pool {pool} is {value} times its canary_tolerance_nats from the trainer "
+        "(limit {limit})",
     ),
 }
 """Name -> rule. The names are keys of `conf/alarms/`, as NAME_limit and NAME_action."""

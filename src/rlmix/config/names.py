@@ -60,8 +60,9 @@ ALARMS = (
     "pool_drift",
     "pool_masked",
     "pool_k3",
+    "pool_tolerance",
 )
-POOL_ALARMS = ("pool_drift", "pool_masked", "pool_k3")
+POOL_ALARMS = ("pool_drift", "pool_masked", "pool_k3", "pool_tolerance")
 """Alarms about one pool: only they can quarantine."""
 ALARM_ACTIONS = ("event", "quarantine", "stop")
 LAST_POOL = ("continue", "stop")

@@ -271,6 +271,7 @@ RULES: dict[str, Rule] = {
     "alarms.pool_drift_format_gap": at_least(1),
     "alarms.pool_masked_limit": within(0, 1),
     "alarms.pool_k3_limit": at_least(0),
+    "alarms.pool_tolerance_limit": above(0),
     **{f"alarms.{name}_action": one_of(names.ALARM_ACTIONS) for name in names.ALARMS},
     "alarms.release_after_steps": at_least(0),
     "alarms.last_pool": one_of(names.LAST_POOL),

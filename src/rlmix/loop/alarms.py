@@ -50,7 +50,7 @@ class AlarmRecord:
     text: str
 
 
-def alarm_rules(config: AlarmsConfig) -> AlarmRules:
+def alarm_rules(config: AlarmsConfig, tolerances_nats: Mapping[str, float]) -> AlarmRules:
     return AlarmRules(
         rules={
             name: Rule(
@@ -64,6 +64,7 @@ def alarm_rules(config: AlarmsConfig) -> AlarmRules:
         window=config.window,
         drift_min_nats=config.pool_drift_min_nats,
         drift_format_gap=config.pool_drift_format_gap,
+        tolerances_nats=tolerances_nats,
     )
 
 
@@ -76,14 +77,16 @@ class AlarmWatch:
         *,
         pools: Pools,
         on_event: OnEvent,
+        tolerances_nats: Mapping[str, float],
         state: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
+            tolerances_nats: pool -> its `canary_tolerance_nats`.
             state: what `state()` gave before a checkpoint; None starts without a past.
         """
         self._config = config
-        self._rules = alarm_rules(config)
+        self._rules = alarm_rules(config, tolerances_nats)
         self._pools = pools
         self._on_event = on_event
         self._memory = AlarmMemory()

@@ -220,6 +220,9 @@ class _Training:
             config.alarms,
             pools=fleet,
             on_event=run.events.append,
+            tolerances_nats={
+                name: pool.canary_tolerance_nats for name, pool in config.pools.items()
+            },
             state=loaded["extra"].get("alarms"),
         )
         self.loop = TrainingLoop(

@@ -14,6 +14,7 @@ LIMITS = {
     "pool_drift": 4.0,
     "pool_masked": 0.15,
     "pool_k3": 0.2,
+    "pool_tolerance": 1.0,
 }
 
 
@@ -26,6 +27,7 @@ def rules(**changes) -> AlarmRules:
         "window": 20,
         "drift_min_nats": 0.05,
         "drift_format_gap": 8.0,
+        "tolerances_nats": {},
     }
     return AlarmRules(**(values | changes))
 
@@ -165,6 +167,21 @@ def test_limits_of_a_pool_name_the_pool():
         "pool_masked/b200": (3, 1),
         "pool_k3/b200": (3, 1),
     }
+
+
+def test_a_pool_is_judged_by_the_tolerance_that_admits_its_replicas():
+    # 0.3 nats are 1.2 times a tolerance of 0.25 and 0.6 times one of 0.5; c100 has none.
+    judged = rules(tolerances_nats={"b200": 0.25, "a100": 0.5})
+    far = fleet(b200=0.3, a100=0.3, c100=0.3)
+    assert onsets([far] * 3, judged) == {"pool_tolerance/b200": (3, 1)}
+    assert onsets([far] * 2 + [fleet(b200=0.25, a100=0.3)] + [far] * 2, judged) == {}
+    assert onsets([fleet(tokens=99.0, b200=9.0)] * 9, judged) == {}
+    memory = AlarmMemory()
+    for step in (1, 2, 3):
+        standing, memory = check_alarms(judged, memory, {"mismatch/tokens": 500.0} | far, step=step)
+    assert [alarm.describe() for alarm in standing] == [
+        "pool b200 is 1.2 times its canary_tolerance_nats from the trainer (limit 1)"
+    ]
 
 
 ORDINARY = {"b300": 0.060, "b200": 0.064, "h200": 0.018, "h100": 0.016, "a100": 0.012}

@@ -18,7 +18,7 @@ def test_every_rule_has_a_limit_and_an_action_and_the_names_agree() -> None:
     assert set(names.POOL_ALARMS) == per_pool
     keys = {field.name for field in dataclasses.fields(AlarmsConfig)}
     assert {f"{name}_{part}" for name in RULES for part in ("limit", "action")} <= keys
-    rules = alarm_rules(load_config("train", ["alarms.k3_limit=0.125"]).config.alarms)
+    rules = alarm_rules(load_config("train", ["alarms.k3_limit=0.125"]).config.alarms, {})
     assert set(rules.rules) == set(RULES)
     assert rules.rules["k3"].limit == 0.125
     assert {rule.action for rule in rules.rules.values()} == {"event"}

@@ -49,6 +49,9 @@ class Scene:
             on_event=lambda kind, reason, **facts: self.events.append(
                 (kind, {"reason": reason, **facts})
             ),
+            tolerances_nats={
+                name: pool.canary_tolerance_nats for name, pool in config.pools.items()
+            },
             state=state,
         )
         self.step = 0
@@ -64,6 +67,7 @@ class Scene:
                 for pool in self.routing.serving:
                     metrics[f"mismatch/by_pool/{pool}/tokens"] = 10.0
                     metrics[f"mismatch/by_pool/{pool}/k3_kl"] = row.get(pool, 0.0)
+                    metrics[f"mismatch/by_pool/{pool}/mean_abs"] = row.get(f"{pool} nats", 0.0)
                 answers.append(await self.watch.after_step(self.step, metrics))
             return answers
 
@@ -104,6 +108,15 @@ def test_quarantine_takes_the_pool_out_once_and_never_gives_it_back_by_itself():
     assert scene.events[1][1]["replicas"] == ["b200-0"]
     # Without tokens nothing says that the pool is well: its alarm stands.
     assert set(scene.watch.sentences()) == {"pool_k3/b200", "out/b200"}
+
+
+def test_a_pool_beyond_the_tolerance_of_its_admission_is_taken_out():
+    # canary_tolerance_nats is 0.5 of b200 (NVFP4) and 0.1 of a100 (BF16) in conf/pools.
+    scene = Scene("pool_tolerance_action=quarantine")
+    row = {"b200 nats": 0.6, "a100 nats": 0.09}
+    scene.steps(row, row)
+    assert scene.routing.calls == ["quarantine b200"]
+    assert "1.2 times its canary_tolerance_nats" in scene.events[1][1]["reason"]
 
 
 def test_the_last_pool_is_not_taken_out_and_the_run_goes_on_or_stops_as_asked():

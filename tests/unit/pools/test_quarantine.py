@@ -184,6 +184,7 @@ def test_a_pool_that_reports_shifted_logprobs_is_found_and_acted_on(stage, actio
             on_event=lambda kind, reason, **facts: stage.events.append(
                 (kind, {"reason": reason, **facts})
             ),
+            tolerances_nats={},
         )
         rows, answers = [], []
         for step in range(1, 13):

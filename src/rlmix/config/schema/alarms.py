@@ -36,6 +36,9 @@ class AlarmsConfig:
     pool_masked_action: str
     pool_k3_limit: float
     pool_k3_action: str
+    pool_tolerance_limit: float
+    """Times `pools.NAME.canary_tolerance_nats`."""
+    pool_tolerance_action: str
     release_after_steps: int
     """Steps after which a quarantined pool is started again; 0: never."""
     last_pool: str
