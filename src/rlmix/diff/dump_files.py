@@ -47,7 +47,7 @@ def read_dump(path: Path, *, shape: str = "rlmix") -> list[Dumped]:
     found: list[Dumped] = []
     for number, record in enumerate(_records(path), start=1):
         where = f"{path} record {number}"
-        for plain in SHAPES[shape](record, where):
+        for plain in _converted(record, shape, where):
             found.append(_dumped(plain, where, name=f"{path.stem}/{len(found)}"))
     if not found:
         raise DataError(f"{path}: no text in it")
@@ -56,6 +56,17 @@ def read_dump(path: Path, *, shape: str = "rlmix") -> list[Dumped]:
 
 Plain = Mapping[str, Any]
 """A record in our own schema."""
+
+
+def _converted(record: Plain, shape: str, where: str) -> list[Plain]:
+    """Texts of a record; what its shape cannot be taken apart as is the file's fault."""
+    try:
+        return list(SHAPES[shape](record, where))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{where}: not of shape {shape}: {type(error).__name__}: {error}; "
+            "docs/diff-logprobs.md has the fields of each shape"
+        ) from error
 
 
 def _records(path: Path) -> Iterator[Plain]:
@@ -94,17 +105,35 @@ def field(record: Plain, name: str, where: str) -> Any:
 
 
 def whole_numbers(values: Any, name: str, where: str) -> list[int]:
-    array = np.asarray(values)
+    array = _array(values, name, where)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
         raise DataError(f"{where}: {name} is no list of whole numbers")
     return [int(value) for value in array]
 
 
 def numbers(values: Any, name: str, where: str) -> np.ndarray:
-    array = np.asarray(values)
+    array = _array(values, name, where)
     if array.ndim != 1 or array.dtype.kind not in "fiu":
         raise DataError(f"{where}: {name} is no list of numbers")
     return array.astype(np.float32)
+
+
+def _array(values: Any, name: str, where: str) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except ValueError as error:  # Lists of other lengths in a list.
+        raise DataError(f"{where}: {name} is no list of numbers") from error
+
+
+def _limit(record: Plain, name: str, where: str) -> float | int | None:
+    """A sampling setting, where the record states it."""
+    value = record.get(name)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not is_number:
+        raise DataError(f"{where}: {name}={value!r} is no number")
+    if name == "temperature" and value is not None and not value > 0:
+        raise DataError(f"{where}: temperature={value}; logprobs need one above 0")
+    return value
 
 
 def _dumped(record: Plain, where: str, *, name: str) -> Dumped:
@@ -123,6 +152,8 @@ def _dumped(record: Plain, where: str, *, name: str) -> Dumped:
         raise DataError(
             f"{where}: {len(trainer_P)} trainer_logprobs for {len(sampled)} sampled tokens"
         )
+    if trainer_P is not None and not np.isfinite(trainer_P).all():
+        raise DataError(f"{where}: trainer_logprobs hold a number that is not finite")
     try:
         recorded = Recorded(
             name=str(record.get("id", name)),
@@ -134,7 +165,9 @@ def _dumped(record: Plain, where: str, *, name: str) -> Dumped:
         )
     except ValueError as error:
         raise DataError(f"{where}: {error}") from error
-    limits = {key: record.get(key) for key in ("temperature", "top_p", "top_k")}
+    limits: dict[str, Any] = {
+        key: _limit(record, key, where) for key in ("temperature", "top_p", "top_k")
+    }
     return Dumped(recorded=recorded, trainer_P=trainer_P, **limits)
 
 
@@ -158,6 +191,8 @@ def _masked(record: dict[str, Any], mask: list[int], where: str) -> dict[str, An
     chosen = {"sampled": [record["sampled"][index] for index in kept]}
     for name in ("logprobs", "trainer_logprobs"):
         if record.get(name) is not None:
+            if len(record[name]) != len(mask):
+                raise DataError(f"{where}: {len(record[name])} {name} for {len(mask)} tokens")
             chosen[name] = [record[name][index] for index in kept]
     return {**record, **chosen}
 

@@ -110,6 +110,39 @@ def test_a_batch_of_verl_is_padded_on_both_ends(tmp_path: Path) -> None:
     assert full.trainer_P.tolist() == [-1, -4]
 
 
+VERL = {
+    "prompts": [[5]], "responses": [[7, 8]], "attention_mask": [[1, 1, 1]],
+    "response_mask": [[1, 1]], "rollout_log_probs": [[-1, -2]],
+}  # fmt: skip
+SLIME = {"tokens": [5, 6, 7, 8], "response_length": 2, "loss_mask": [1, 1]}
+VLLM = {"token_ids": [7], "logprobs": 5}
+
+
+@pytest.mark.parametrize(
+    ("shape", "record", "says"),
+    [
+        ("rlmix", OWN | {"ids": [[5], [6, 7]]}, "ids is no list of numbers"),
+        ("rlmix", OWN | {"temperature": "hot"}, "temperature='hot' is no number"),
+        ("rlmix", OWN | {"temperature": 0}, "need one above 0"),
+        ("rlmix", OWN | {"trainer_logprobs": [float("nan"), -1.0]}, "not finite"),
+        ("verl", VERL | {"prompts": [[5], [5, 6]]}, "not of shape verl"),
+        ("verl", VERL | {"prompts": [5]}, "not of shape verl"),
+        ("verl", VERL | {"old_log_probs": [[-1]]}, "not of shape verl"),
+        ("slime", SLIME | {"rollout_log_probs": [-1]}, "1 logprobs for 2 tokens"),
+        ("slime", SLIME | {"rollout_log_probs": [-1, -2, -3]}, "3 logprobs for 2 tokens"),
+        ("slime", SLIME | {"rollout_log_probs": -1}, "not of shape slime"),
+        ("slime", SLIME | {"response_length": "two"}, "not of shape slime"),
+        ("vllm", {"prompt_token_ids": [5], "outputs": 5}, "not of shape vllm"),
+        ("vllm", {"prompt_token_ids": [5], "outputs": [VLLM]}, "not of shape vllm"),
+    ],
+)
+def test_a_record_of_another_form_is_told_with_its_line(
+    tmp_path: Path, shape: str, record: dict[str, object], says: str
+) -> None:
+    with pytest.raises(DataError, match=f"record 1: .*{says}"):
+        read_dump(lines(tmp_path, record), shape=shape)
+
+
 def test_answers_of_engines_are_read_as_they_came(tmp_path: Path) -> None:
     vllm = {
         "prompt_token_ids": [5, 6],
