@@ -259,12 +259,17 @@ class Fleet:
             except EngineError as error:
                 log.warning("pools: %s", error)
                 continue
-            for slot in self._slots:
+            for slot in list(self._slots):
+                if slot not in self._slots:  # It went while another was registered.
+                    continue
                 wanted, there = slot.router_record(), held.get(slot.spec.name)
+                # A version that is being proved is told when it is.
+                is_proved = slot.state is not SlotState.UPDATING
+                keys = ("url", "state", "version") if is_proved else ("url", "state")
                 if wanted is None or there is None:
                     differs = wanted is not None
                 else:
-                    differs = any(there[key] != wanted[key] for key in ("url", "version", "state"))
+                    differs = any(there[key] != wanted[key] for key in keys)
                 if differs:
                     self._on_event(
                         "replica_registered_again",
