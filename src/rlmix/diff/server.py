@@ -53,9 +53,13 @@ async def _one(
     client: EngineClient, prompt: list[int], number: int, tokens: int
 ) -> tuple[Dumped, np.ndarray]:
     name = f"server/{number}"
+    # All of them, or a checkpoint's generation_config.json may fill in the rest.
     sampling: dict[str, Any] = {
         "max_new_tokens": tokens,
         "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
         "sampling_seed": number,
     }
     answer = await client.post_json(

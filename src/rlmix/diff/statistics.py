@@ -27,6 +27,8 @@ class Gap:
     k3_kl: float
     """mean(e^d - 1 - d): KL(second, first) where the second sampled the tokens."""
     k3_reverse: float
+    """mean(e^-d - 1 + d), the same with the sides changed. No estimate of KL(first, second): the
+    second sampled these tokens too. Far above `k3_kl`: it samples what the first hardly would."""
     prob_diff_mean: float
     prob_diff_max: float
     """Of |p - q|, which hides tokens that are unlikely on both sides."""

@@ -105,8 +105,13 @@ def served(answer: object) -> Iterator[str]:
 
 def as_sglang(body: dict[str, object]) -> dict[str, object]:
     """Two tokens as a decode, then rows for every id of the prompt; the first has no logprob."""
-    ids = body["input_ids"]
+    ids, sampling = body["input_ids"], body["sampling_params"]
     assert isinstance(ids, list)
+    assert isinstance(sampling, dict)
+    if "logprob_start_len" not in body:
+        # What is left out may come from the checkpoint's generation_config.json.
+        sent = [sampling[name] for name in ("temperature", "top_p", "top_k", "min_p")]
+        assert sent == [1.0, 1.0, -1, 0.0]
     rows = [[None if i == 0 else -0.5, token, None] for i, token in enumerate(ids)]
     meta = {"output_token_logprobs": [[-1.0, 11, None], [-2.0, 12, None]]}
     if body.get("logprob_start_len") == 0:
