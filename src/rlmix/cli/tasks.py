@@ -12,7 +12,7 @@ import typer
 
 from rlmix.cli.answer import Answer, answered
 from rlmix.cli.options import AsJson
-from rlmix.core.errors import ConfigError, ExitCode
+from rlmix.core.errors import ConfigError, DataError, ExitCode
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -283,8 +283,14 @@ def _write_exclusions(path: Path, results: "list[GateResult]") -> None:
     lines = file.read_text().splitlines() if file.is_file() else []
     found = {row["task_id"]: row for row in map(json.loads, filter(None, lines))}
     found |= {result.task_id: asdict(result) for result in results}
-    part.write_text("".join(json.dumps(row) + "\n" for row in found.values()))
-    part.replace(file)
+    try:
+        part.write_text("".join(json.dumps(row) + "\n" for row in found.values()))
+        part.replace(file)
+    except OSError as error:
+        raise DataError(
+            f"--path {path}: what the gates found cannot be written there ({error.strerror}); give "
+            "a copy that you may write to"
+        ) from None
 
 
 class _progress:

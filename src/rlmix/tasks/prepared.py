@@ -12,6 +12,7 @@ Invariant: `public` reads `tasks.jsonl` only, so a rollout process never opens t
 """
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,16 @@ def _write_lines(path: Path, records: list[dict[str, Any]]) -> None:
     _write(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
+def forget_gates(out: Path, task_ids: Collection[str]) -> None:
+    """What a check found of tasks that are not the same any more."""
+    if reasons_in(out / "gates.jsonl").keys() & set(task_ids):
+        rows = _read(out / "gates.jsonl")
+        _write_lines(out / "gates.jsonl", [row for row in rows if row["task_id"] not in task_ids])
+
+
 def _write(path: Path, text: str) -> None:
+    if path.is_file() and path.read_bytes() == text.encode():
+        return
     part = path.with_name(f"{path.name}.part")
     part.write_text(text)
     part.replace(path)

@@ -12,8 +12,8 @@ from rlmix.core.errors import ConfigError, DataError
 from rlmix.tasks.prepare.git import git
 from rlmix.tasks.prepare.image import resolve
 from rlmix.tasks.prepare.manifest import Excluded, Manifest
-from rlmix.tasks.prepare.task import prepare_task
-from rlmix.tasks.prepared import HARD_FILES, PreparedTask, write_set
+from rlmix.tasks.prepare.task import MANIFEST, prepare_task
+from rlmix.tasks.prepared import HARD_FILES, PreparedTask, forget_gates, write_set
 from rlmix.tasks.record import BadRow, SourceTask
 from rlmix.tasks.sources.read import read_set
 
@@ -81,6 +81,7 @@ def prepare_set(
             f"read: {listed}{more}; mend them, or leave out --strict to prepare the others"
         )
     done: list[PreparedTask] = []
+    changed: set[str] = set()
     try:
         (out / REPOSITORIES).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -96,7 +97,10 @@ def prepare_set(
         if rootfs is None:
             excluded.append(Excluded(task_id=task_id, reason=_no_image(task, images)))
             continue
+        before = _bytes_of(folder / MANIFEST)
         manifest = prepare_task(task, rootfs, folder)
+        if before != _bytes_of(folder / MANIFEST):
+            changed.add(task_id)
         if isinstance(manifest, Excluded):
             excluded.append(manifest)
             continue
@@ -113,6 +117,7 @@ def prepare_set(
     try:
         copy_hard_ids(path, out)
         write_set(out, name=name, revision=revision, done=done, excluded=excluded)
+        forget_gates(out, changed)
     except OSError as error:
         raise DataError(f"--out {out}: the set cannot be written there: {error}") from None
     return PreparedSet(
@@ -121,6 +126,10 @@ def prepare_set(
         excluded=tuple(excluded),
         bad=found.bad,
     )
+
+
+def _bytes_of(file: Path) -> bytes:
+    return file.read_bytes() if file.is_file() else b""
 
 
 def with_image_files(task: SourceTask, rootfs: Path) -> SourceTask:

@@ -26,6 +26,7 @@ from rlmix.tasks.record import SourceTask
 from rlmix.tasks.sources.patches import added_by_file, changes_in, paths_in, reversed_lines
 
 MAX_NAMED = 100
+MANIFEST = "manifest.json"
 _COMMIT = re.compile(r"[0-9a-f]{7,64}")
 
 
@@ -46,8 +47,11 @@ def prepare_task(task: SourceTask, rootfs: Path, out: Path) -> Manifest | Exclud
     except (DataError, OSError, ValueError, RecursionError) as error:
         shutil.rmtree(work, ignore_errors=True)
         return Excluded(task_id=task.public.task_id, reason=str(error))
+    except BaseException:  # Interrupted: what is half made may still hold the fix.
+        shutil.rmtree(work, ignore_errors=True)
+        raise
     text = json.dumps(manifest.document(), indent=1, sort_keys=True) + "\n"
-    (work / "manifest.json").write_text(text)
+    (work / MANIFEST).write_text(text)
     shutil.rmtree(out, ignore_errors=True)
     work.rename(out)
     return manifest
@@ -75,7 +79,7 @@ def _inputs(task: SourceTask) -> str:
 def _read_manifest(out: Path, inputs: str) -> Manifest | None:
     """What an earlier preparation of the same task wrote, if its form is today's."""
     try:
-        document = json.loads((out / "manifest.json").read_text())
+        document = json.loads((out / MANIFEST).read_text())
     except (OSError, ValueError):
         return None
     if document.get("schema_version") != SCHEMA_VERSION or document.get("inputs") != inputs:

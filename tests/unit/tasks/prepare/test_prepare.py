@@ -1,8 +1,11 @@
 """A repository with the fix in every known place comes out clean, whole, and still builds."""
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -144,6 +147,26 @@ def test_an_interrupted_preparation_is_made_again(tmp_path: Path) -> None:
     prepared(image, tmp_path)
     assert not (tmp_path / "out.incomplete").exists()
     assert not (tmp_path / "out/repo/old").exists()
+
+
+def test_ctrl_c_leaves_no_half_made_repository(tmp_path: Path) -> None:
+    image = leaking_image(tmp_path / "image")
+    half = tmp_path / "out.incomplete"
+
+    def interrupt() -> None:
+        while not half.exists():
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def prepare() -> None:
+        threading.Thread(target=interrupt, daemon=True).start()
+        prepared(image, tmp_path)
+        time.sleep(60)  # Until the signal is there.
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare()
+    assert not half.exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_fix_that_is_an_ancestor_is_not_in_the_history(tmp_path: Path) -> None:

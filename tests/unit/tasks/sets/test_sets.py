@@ -102,11 +102,20 @@ def test_preparing_and_checking_a_set_again_changes_no_file(
     def contents() -> dict[str, tuple[float, bytes]]:
         listed = (out / "repositories").rglob("*")
         files = {p: p.lstat().st_mtime for p in listed if p.is_file() and not p.is_symlink()}
-        sets = {p: 0.0 for p in out.glob("*.json*") if p.name != "gates.jsonl"}  # Has durations.
+        sets = {p: p.stat().st_mtime for p in out.glob("*.json*")}
         return {str(p): (at, p.read_bytes()) for p, at in (files | sets).items()}
 
     assert prepare(capfd, "harbor", made, out)[0] == 0
     before = contents()
     assert rlmix(capfd, "check", "harbor", "--path", out, "--runs", 1)[0] == 0
+    gates = out / "gates.jsonl"
+    checked = gates.read_text()
     assert prepare(capfd, "harbor", made, out)[0] == 0
-    assert contents() == before
+    assert gates.read_text() == checked
+    assert {p: one for p, one in contents().items() if p != str(gates)} == before
+
+    # Another row makes another task, which nobody has checked.
+    other = made.data / made.task_id / "tests/test.sh"
+    other.write_text(other.read_text() + "# nothing else\n")
+    assert prepare(capfd, "harbor", made, out)[0] == 0
+    assert gates.read_text() == ""
