@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,7 +19,7 @@ from rlmix.core.errors import ConfigError, ExitCode
 if TYPE_CHECKING:
     from rlmix.config.schema.train import TrainConfig
     from rlmix.evals.attempts import Progress
-    from rlmix.evals.run import EvalRequest
+    from rlmix.evals.run import EvalRequest, EvalResult
     from rlmix.tasks.benchmark import Benchmark
 
 app = typer.Typer(help="Judge a checkpoint, or diffs made elsewhere.", no_args_is_help=True)
@@ -178,14 +179,15 @@ def _evaluate(request: "EvalRequest", other: dict[str, Any] | None) -> Answer:
     from rlmix.cli.eval_view import score_view
     from rlmix.cli.train import refuse_what_cannot_start
     from rlmix.evals.comparison import compare_reports
-    from rlmix.evals.run import evaluate
+    from rlmix.evals.run import SCRATCH_PREFIX, evaluate
     from rlmix.evals.score_report import add_comparison
     from rlmix.evals.serving import served_config
 
     if request.plan is not None:
         refuse_what_cannot_start(request.plan, served_config(request.config))
-    with tempfile.TemporaryDirectory(prefix="rlmix-eval-") as scratch, _progress() as watch:
-        result = asyncio.run(evaluate(replace(request, on_progress=watch), Path(scratch)))
+    with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX) as scratch, _progress() as watch:
+        work = evaluate(replace(request, on_progress=watch), Path(scratch))
+        result = asyncio.run(_stoppable(work))
     folder = request.folder
     document = {**result.report, "folder": str(folder), "is_whole": result.is_whole}
     if other is not None:
@@ -202,6 +204,28 @@ def _evaluate(request: "EvalRequest", other: dict[str, Any] | None) -> Answer:
         view=lambda: score_view(result.score, document),
         code=ExitCode.GOOD if result.is_whole else ExitCode.CHECK_FAILED,
     )
+
+
+async def _stoppable(work: Coroutine[Any, Any, "EvalResult"]) -> "EvalResult":
+    """SIGTERM ends it as Ctrl-C does: a scheduler that asks politely finds nothing left."""
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    is_asked = False
+
+    def stop() -> None:
+        nonlocal is_asked
+        is_asked = True
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, stop)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if is_asked:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
 
 
 def _hard(request: "EvalRequest") -> dict[str, Any]:

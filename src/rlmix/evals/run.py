@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -33,6 +34,7 @@ from rlmix.observe.run_dir import RunDir
 from rlmix.plan.runplan import RunPlan
 from rlmix.sandbox.backend import open_backend
 from rlmix.sandbox.protocol import SandboxLimits
+from rlmix.sandbox.reap import reap
 from rlmix.tasks.benchmark import GENERATED, Benchmark
 
 MEMORY_MIB, DISK_MIB, PIDS = 4096, 2048, 512
@@ -41,6 +43,9 @@ LEASE_MARGIN_S = 300.0
 """The sandbox ends itself so long after the agent's time, whoever else still lives."""
 SERVING, WEIGHTS = "serving", "weights"
 MODEL_FILE = "endpoint_model.txt"
+SANDBOXES_FILE = "sandboxes.json"
+"""Where the sandboxes of the process at work are; there afterwards only if it was killed."""
+SCRATCH_PREFIX = "rlmix-eval-"
 SESSIONS = ("policy", "endpoint")
 """Kinds of agents that sample, so that many of them can wait at a time."""
 
@@ -127,11 +132,15 @@ async def judge_all(
     async with contextlib.AsyncExitStack() as exit_stack:
         ledger = Ledger(request.folder, question_of(request.facts))
         exit_stack.callback(ledger.close)
+        owner = request.sandbox_owner
+        if not owner:
+            owner = f"eval{os.getpid()}_{secrets.token_hex(3)}"  # Process ids come back.
+            exit_stack.callback(_note_sandboxes(request.folder, scratch, owner))
         backend = await open_backend(
             config.sandbox.backend,
             limits_of(config, benchmark),
             scratch,
-            request.sandbox_owner or f"eval{os.getpid()}",
+            owner,
             image=config.sandbox.image,
             has_images=config.eval.data not in ("mini", "generated"),
             servers=tuple(config.sandbox.servers),
@@ -159,6 +168,21 @@ async def judge_all(
         )
         stuck = tuple(sorted(attempts.stuck, key=lambda one: -one[1]))
         return EvalResult(is_whole=is_whole, score=result, report=report, stuck=stuck)
+
+
+def _note_sandboxes(folder: Path, scratch: Path, owner: str) -> Callable[[], None]:
+    """Remove what a killed process left of its sandboxes, and note where ours are; returns what
+    takes the note back. Call it with the folder's lock, so that whoever wrote the note is dead."""
+    file = folder / SANDBOXES_FILE
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        before = json.loads(file.read_text())
+        place = Path(before["folder"])
+        if place.is_dir() and place.name.startswith(SCRATCH_PREFIX):
+            reap(str(before["owner"]), place)
+            shutil.rmtree(place, ignore_errors=True)
+    document = {"folder": str(scratch.resolve()), "owner": owner}
+    write_atomically(file, json.dumps(document).encode())
+    return lambda: file.unlink(missing_ok=True)
 
 
 def refuse_unrunnable(benchmark: Benchmark) -> None:

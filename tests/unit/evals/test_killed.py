@@ -51,7 +51,10 @@ def test_killed_in_the_middle_it_goes_on_where_it_was(tmp_path: Path) -> None:
     process.wait()
     before = [one.key for one in read_attempts(tmp_path / "a/e")]
     assert 2 <= len(before) < 6
+    left = json.loads((tmp_path / "a/e/sandboxes.json").read_text())
     again = whole(argv)
+    assert not Path(left["folder"]).exists()
+    assert not (tmp_path / "a/e/sandboxes.json").exists()
     after = [one.key for one in read_attempts(tmp_path / "a/e")]
     assert after[: len(before)] == before
     assert len(after) == len(set(after)) == 6
@@ -61,3 +64,25 @@ def test_killed_in_the_middle_it_goes_on_where_it_was(tmp_path: Path) -> None:
     assert again["pass_at_k"] == 2 / 3
     assert again["probes"]["tasks"] == 3
     assert again["probes"]["not_clean"] == []
+
+
+def test_asked_to_end_it_leaves_as_on_an_interrupt(tmp_path: Path) -> None:
+    ids, script = tmp_path / "ids.txt", tmp_path / "commands.json"
+    ids.write_text(f"{IDS[0]}\n")
+    script.write_text(json.dumps({IDS[0]: ["sleep 1000"]}))
+    process = subprocess.Popen(
+        command(tmp_path, ids, script), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    note, until_s = tmp_path / "e/sandboxes.json", time.monotonic() + LIMIT_S
+    while not (tmp_path / "e/probes.jsonl").is_file():
+        assert process.poll() is None, "it ended by itself"
+        assert time.monotonic() < until_s, "no sandbox was looked at"
+        time.sleep(0.01)
+    folder = Path(json.loads(note.read_text())["folder"])
+    assert folder.is_dir()
+    process.terminate()
+    said, _ = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, json.loads(said)["error"]) == (130, "interrupted")
+    assert not folder.exists()
+    assert not note.exists()
+    assert read_attempts(tmp_path / "e") == []
