@@ -117,6 +117,8 @@ def test_a_pool_grows_through_the_endpoint_and_the_next_attempt_has_it_from_the_
         # The controller ends while another change is under way.
         await asyncio.to_thread(client.scale, "more", {"a100": 3, "b200": 1}, "by hand")
         await first.stop()
+        # The next one ends before its pools serve, and has not forgotten the change.
+        assert Attempt(stage, run).counts == {"b200": 1, "a100": 2}
         second = Attempt(stage, run)
         assert second.counts == {"b200": 1, "a100": 2}
         assert (second.config.loop.sessions_per_step, second.config.scaling.drain_s) == (16, 1.0)
