@@ -30,9 +30,10 @@ GZIP = 16 + zlib.MAX_WBITS
 UNREAD = (
     b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf\x27\x1c", b"Rar!\x1a\x07", b"\x04\x22\x4d\x18", b"\x1f\x9d",
     b"hsqs", b"\xed\xab\xee\xdb", b"LZIP", b"MSCF", b"\x89LZO\0", b"xar!", b"LRZI",
+    b"PACK\0\0\0\2", b"PACK\0\0\0\3", b"# v2 git bundle\n", b"# v3 git bundle\n", b"HG10", b"HG20",
 )  # fmt: skip
-"""Starts of zstd, 7z, rar, lz4, compress, squashfs, rpm, lzip, cab, lzop, xar and lrzip: no
-standard library reads them."""
+"""Starts of zstd, 7z, rar, lz4, compress, squashfs, rpm, lzip, cab, lzop, xar and lrzip, which no
+standard library reads, and of packed histories, whose streams lie somewhere inside."""
 AR = b"!<arch>\n"
 _FAULTS = (
     zipfile.BadZipFile, tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError,

@@ -18,6 +18,8 @@ _LOOSE = re.compile(r"(?:^|/)[0-9a-f]{2}/[0-9a-f]{38}$")
 _PACKED = re.compile(r"(?:^|/)pack-[0-9a-f]{40}\.(?:pack|idx|rev)$")
 _PACKS = (b"PACK\0\0\0\2", b"PACK\0\0\0\3", b"\377tOc")
 _KINDS = (b"blob ", b"tree ", b"commit ", b"tag ")
+OTHER_HISTORIES = frozenset({".hg", ".svn", ".bzr", ".jj", "_darcs", ".pijul", ".sl"})
+"""Folders of Mercurial, Subversion and others; their stores pack file contents as git's do."""
 _BUNDLE = (b"# v2 git bundle\n", b"# v3 git bundle\n")
 
 
@@ -72,9 +74,12 @@ def _is(path: Path, kind: object) -> bool:
 
 
 def is_git_folder(place: Path) -> bool:
-    """A git folder (bare too), an object store for others, or the `.git` file of a worktree."""
+    """A git folder (bare too), an object store for others, the `.git` file of a worktree, or the
+    folder of another version control."""
     if place.is_symlink():
         return False
+    if place.name in OTHER_HISTORIES and place.is_dir():
+        return True
     if not place.is_dir():
         return place.name == ".git" and place.is_file()
     if (place / "objects").is_dir() and os.path.lexists(place / "HEAD"):

@@ -3,6 +3,7 @@
 import os
 import py_compile
 import zipfile
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rlmix.tasks.prepare.set import prepare_set
 from rlmix.tasks.prepare.task import prepare_task
 from rlmix.tasks.record import Base, GoldRecord
 from rlmix.tasks.sources.patches import added_by_file, added_lines, reversed_lines
-from tests.unit.tasks.prepare.images import BUGGY, FIXED, plain_image, sh, task, write
+from tests.unit.tasks.prepare.images import BUGGY, FIXED, SECRET, plain_image, sh, task, write
 
 SITE = "usr/lib/python3/site-packages/pack"
 LONG = "".join(f"def number_{n}(value):\n    return v + {n}\n\n\n" for n in range(6))
@@ -156,6 +157,25 @@ def test_files_of_the_named_commit_that_bear_the_name_of_a_cache_stay(tmp_path: 
                         image, tmp_path / "other")  # fmt: skip
     assert isinstance(done, Manifest), done
     assert "tests/data/coverage.xml" in done.purged
+
+
+def test_a_mercurial_history_goes_and_a_packed_one_in_an_archive_excludes(tmp_path: Path) -> None:
+    image = plain_image(tmp_path / "image")
+    # A revision log: the packed contents lie somewhere behind a head.
+    log = b"\0\1\0\1" + bytes(60) + zlib.compress(FIXED.encode())
+    for place in ("testbed/.hg", "opt/mirror/.hg"):
+        write(image, {f"{place}/store/data/pack/sums.py.i": log, f"{place}/requires": "store\n"})
+    done = prepare_task(task(), image, tmp_path / "out")
+    assert isinstance(done, Manifest), done
+    assert (done.purged, done.overlaid) == ((".hg",), ("/opt/mirror/.hg",))
+    assert not (tmp_path / "out/repo/.hg").exists()
+
+    sh("git checkout -q -b future && printf '%s' \"" + SECRET.strip() + "\" > pack/sums.py && "
+       "git commit -qam fix && git repack -adq && tar -czf ../opt/old.tgz .git && "
+       "git checkout -q main && git branch -qD future", image / "testbed")  # fmt: skip
+    done = prepare_task(task(), image, tmp_path / "other")
+    assert isinstance(done, Excluded)
+    assert done.reason == "/opt/old.tgz cannot be looked through for lines of the fix"
 
 
 @pytest.mark.parametrize("start", [b"LZIP\1", b"MSCF\0", b"\x89LZO\0", b"xar!\0", b"LRZI\0"])
