@@ -76,6 +76,8 @@ def diff_logprobs(
 
     if sum(one is not None for one in (run, file, server)) > 1:
         raise ConfigError("diff-logprobs: give one of --run, --file and --server")
+    if report is not None and report.exists() and not report.is_dir():
+        raise ConfigError(f"--report {report}: a file is there; give a folder")
     given = list(overrides or [])
     if run is not None:
         from rlmix.cli.train import _overrides_of

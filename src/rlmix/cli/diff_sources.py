@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlmix.core.errors import ConfigError, DataError
+from rlmix.core.errors import ConfigError, DataError, EngineError
 
 if TYPE_CHECKING:
     from rlmix.config.schema.train import TrainConfig
@@ -83,8 +83,8 @@ def of_server(config: "TrainConfig", url: str, *, numerics: str, say: Say) -> "D
     """A server that serves `model.path`: it decodes a few texts, then reads them as prompts.
 
     Raises:
-        ConfigError: the temperature is not 1, at which servers report logprobs of prompts.
-        EngineError: no such server, or an answer without logprobs.
+        ConfigError: the temperature is not 1, at which servers report logprobs of prompts; no such
+            server, or one whose answers hold no logprobs.
     """
     from rlmix.diff.compare_dump import compare_dump
     from rlmix.diff.server import record
@@ -97,9 +97,15 @@ def of_server(config: "TrainConfig", url: str, *, numerics: str, say: Say) -> "D
         )
     model = resolve_model(config.model.path)
     say(f"{url}: sampling, and scoring the same tokens as prompts")
-    dumped, prefill = record(
-        url, model, sessions=config.diff.sessions, tokens=config.diff.session_tokens
-    )
+    try:
+        dumped, prefill = record(
+            url, model, sessions=config.diff.sessions, tokens=config.diff.session_tokens
+        )
+    except EngineError as error:
+        # Nothing was compared, so this is no failed check.
+        raise ConfigError(
+            f"--server {url}: {error}; give the address of a running server, http://HOST:PORT"
+        ) from error
     return compare_dump(
         dumped,
         source=f"{url}, {len(dumped)} texts",

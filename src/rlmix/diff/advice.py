@@ -5,7 +5,8 @@ from collections.abc import Mapping
 NEXT: Mapping[str, str] = {
     "order": "run both sides with numerics.consistency=exact: order alone then leaves nothing",
     "tiling": "compare a prefill with a decode replay, and run with numerics.consistency=exact",
-    "cast": "give both sides activations=fp32 kv=fp32: casts then leave a ten thousandth",
+    "cast": "run both sides with numerics.consistency=exact: rounding at the same places, in one "
+    "order, leaves nothing (fp32 on the pool's side alone keeps the trainer's roundings)",
     "quantisation": "set this pool's weights, activations and kv to bf16 one at a time",
     "tokens": "hash token ids and targets on both sides; look for re-encoding and a shift by one",
     "mask": "print which keys a row sees at the first position that differs, on both sides",

@@ -80,6 +80,9 @@ def test_what_is_beyond_the_limit_is_1_with_a_cause_and_3_without(tmp_path: Path
         (("--file", "ghost.jsonl"), "no such file"),
         (("--run", "ghost"), "no run 'ghost'"),
         (("diff.sessions=0", "--file", "a", "--server", "b"), "give one of"),
+        (("--server", "nonsense", "diff.sessions=1"), "give the address of a running server"),
+        (("--server", "http://127.0.0.1:9", "diff.sessions=1"), "--server http://127.0.0.1:9: "),
+        (("--file", "a", "--report", "/dev/null"), "a file is there; give a folder"),
     ],
 )
 def test_wrong_requests_are_refused(rlmix: Run, arguments: tuple[str, ...], says: str) -> None:
