@@ -90,11 +90,15 @@ def leaves(root: type, prefix: str = "") -> Iterator[Key]:
 def likely_key(root: type, unknown: UnknownKey, path: str) -> str:
     """The key that was probably meant, in full; empty when nothing is close.
 
-    Looks among the siblings first, then for the same last name in another section, then for a
+    Looks among the siblings first (where one made of the initials comes before one that is spelt
+    alike: `lr` for `learning_rate`), then for the same last name in another section, then for a
     similar path anywhere.
     """
     above = f"{unknown.parent}." if unknown.parent else ""
-    if siblings := close_names(unknown.name, unknown.known):
+    initials = "".join(word[:1] for word in unknown.name.split("_"))
+    is_abbreviated = len(initials) > 1 and initials in unknown.known
+    siblings = [initials] if is_abbreviated else close_names(unknown.name, unknown.known)
+    if siblings:
         # What followed the misspelt section is kept when it exists under the right one.
         rest = path.removeprefix(f"{above}{unknown.name}")
         whole = f"{above}{siblings[0]}{rest}"
