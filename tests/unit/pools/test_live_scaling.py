@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from rlmix.cli.train import facts_of
 from rlmix.config.compose import load_config
+from rlmix.core.errors import ConfigError
 from rlmix.loop.fleets import training_fleet
 from rlmix.loop.live_scaling import LiveScaling, open_groups
 from rlmix.loop.progress import Progress
@@ -125,6 +126,21 @@ def test_a_pool_grows_through_the_endpoint_and_the_next_attempt_has_it_from_the_
         client = await second.start()
         assert (await over(client, "more"))["status"] == "done"
         assert ready(await asyncio.to_thread(client.pools)) == {"b200": 1, "a100": 3}
+
+        # A pool goes altogether and comes back; a growth that is cancelled leaves nothing.
+        for name, number in (("none", 0), ("back", 1)):
+            await asyncio.to_thread(client.scale, name, {"b200": number}, "by hand")
+            assert (await over(client, name))["status"] == "done"
+            assert ready(await asyncio.to_thread(client.pools)) == {"b200": number, "a100": 3}
+        await asyncio.to_thread(client.scale, "no", {"b200": 2}, "by hand")
+        with pytest.raises(ConfigError, match="no is under way"):
+            await asyncio.to_thread(client.scale, "other", {"a100": 2}, "by hand")
+        await asyncio.to_thread(client.cancel, "no", "by hand")
+        assert (await over(client, "no"))["status"] == "cancelled"
+        document = await asyncio.to_thread(client.pools)
+        assert {name: pool["replicas"] for name, pool in document["pools"].items()} == {
+            "b200": 1, "a100": 3,
+        }  # fmt: skip
         await second.stop()
 
     async def whole():
