@@ -3,7 +3,8 @@
 that nobody touched.
 
     .venv/bin/python scripts/kill_resume.py                       10 kills, two runs of 6 steps
-    .venv/bin/python scripts/kill_resume.py --victim rank         a trainer's rank is killed instead
+    .venv/bin/python scripts/kill_resume.py --victim rank trainer.ranks=2 launch.max_restarts=20
+        a trainer's rank is killed instead, which the run survives by itself so many times
     .venv/bin/python scripts/kill_resume.py --out DIR --piece-s 280    again, until it is not 3
 
 The work is deterministic: exact numerics, no staleness, seeds that depend on the task alone. So

@@ -107,9 +107,17 @@ def test_a_run_outlives_its_terminal_and_is_watched_and_stopped_from_others(tmp_
         assert (code, stopped["is_stopped"], stopped["state"]) == (0, True, "interrupted")
         assert following.wait(timeout=60) == 0
     finally:
-        if driver.is_running():
+        if is_alive(driver):
             driver.kill()
-    assert not psutil.pid_exists(owner["pid"]) or not driver.is_running()
+    assert not is_alive(driver)
+
+
+def is_alive(process):
+    """A detached driver has no parent of ours that would collect it: a zombie has ended."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _words(process):

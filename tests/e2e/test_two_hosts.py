@@ -149,7 +149,7 @@ def test_a_run_on_two_hosts_finishes_when_one_of_them_loses_power(hosts: Hosts) 
     driver = hosts.start(
         "a", str(BIN / "rlmix"), "train", "experiment=tiny", "launch=ray", "net.bind=node",
         f"launch.address={head_address}", "+launch.resources.b200=b200_unit",
-        "+launch.resources.a100=a100_unit", "launch.place_timeout_s=90", "loop.steps=4",
+        "+launch.resources.a100=a100_unit", "launch.place_timeout_s=30", "loop.steps=4",
         "loop.eval_tasks=0", f"run.dir={hosts.folder / 'runs'}", "run.name=two", log="driver.log",
     )  # fmt: skip
     log = hosts.folder / "driver.log"
@@ -171,7 +171,7 @@ def test_a_run_on_two_hosts_finishes_when_one_of_them_loses_power(hosts: Hosts) 
     hosts.lose_power("b")
     lost_s = time.monotonic()
     wait_until(
-        lambda: any(event["pool"] == "b200" for event in events("replica_lost")),
+        lambda: any(event["pool"] == "b200" for event in events("replica_dead")),
         "the loss of b200", driver, log,
     )  # fmt: skip
     noticed_s = time.monotonic() - lost_s
