@@ -116,6 +116,7 @@ def test_pools_over_several_accelerators_sum_in_one_way() -> None:
 
 EXACT = (
     "numerics.consistency=exact",
+    "trainer.packing=rows",
     "pools.b200.attention=flashinfer",
     "pools.b200.linear_attention=triton",
     "+pool@pools.h100=sglang_h100_bf16",
