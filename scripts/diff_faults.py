@@ -26,20 +26,11 @@ from rlmix.diff.faults import FROZEN, Fault, planted
 from rlmix.diff.findings import FRAMEWORK_CLASSES, OPERATOR_CLASSES, Thresholds
 from rlmix.diff.judge import replay
 from rlmix.diff.lab import ground, sides, text
-from rlmix.diff.later_faults import LATER
+from rlmix.diff.later_faults import LATER, PAIRS
 from rlmix.diff.program import run, trace
 
 PAGE = Path(__file__).parents[1] / "docs" / "diff-logprobs.md"
 BEGIN, END = "<!-- faults begin -->\n", "<!-- faults end -->\n"
-PAIRS = (
-    ("kv_fp8", "temperature"),
-    ("split_k", "norm_eps"),
-    ("rope_theta", "stale_layer"),
-    ("mask_off_by_one", "act_cast"),
-    ("changed_token", "top_p"),
-    ("nvfp4_experts", "logits_bf16"),
-    ("stale_prefix", "gelu"),
-)
 
 
 def limits() -> Thresholds:

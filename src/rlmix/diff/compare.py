@@ -25,7 +25,7 @@ from rlmix.diff.gate import (
     weight_obstacles,
 )
 from rlmix.diff.pool import EmbeddedPool, PoolAsk, write_view
-from rlmix.diff.report_data import DiffReport, PoolFinding
+from rlmix.diff.report_data import DiffReport, PoolFinding, gap_of
 from rlmix.diff.signatures import signatures
 from rlmix.diff.statistics import Gap, gap
 from rlmix.diff.texts import Recorded, positions_of
@@ -241,19 +241,9 @@ def _report(
     obstacles: Sequence[Obstacle],
     noise: dict[str, float],
 ) -> DiffReport:
-    total = None
-    if findings:
-        total = gap(
-            np.concatenate([one.trainer_P for one in findings]),
-            np.concatenate([one.recorded_P for one in findings]),
-            np.concatenate([one.positions_P for one in findings]),
-        )
     return DiffReport(
         source=ask.source,
-        tokens=0 if total is None else total.tokens,
-        mismatch_count=0 if total is None else total.mismatch_count,
-        total=total,
-        noise_floor=max(noise.values()),
+        total=gap_of(findings),
         noise=noise,
         pools=tuple(findings),
         obstacles=tuple(obstacles),

@@ -14,7 +14,7 @@ from rlmix.diff.dump_files import Dumped
 from rlmix.diff.foreign import explain
 from rlmix.diff.gate import Obstacle, setting_obstacles, text_obstacles
 from rlmix.diff.program import run_whole
-from rlmix.diff.report_data import Cause, DiffReport, PoolFinding
+from rlmix.diff.report_data import Cause, DiffReport, PoolFinding, gap_of
 from rlmix.diff.signatures import signatures
 from rlmix.diff.statistics import gap
 from rlmix.diff.texts import Recorded, positions_of
@@ -69,19 +69,9 @@ def compare_dump(
         if trainer is not None:
             say("noise floor")
             noise = noise_of(trainer, [one.recorded for one in dumped[:4]])
-    total = None
-    if findings:
-        total = gap(
-            np.concatenate([one.trainer_P for one in findings]),
-            np.concatenate([one.recorded_P for one in findings]),
-            np.concatenate([one.positions_P for one in findings]),
-        )
     return DiffReport(
         source=source,
-        tokens=0 if total is None else total.tokens,
-        mismatch_count=0 if total is None else total.mismatch_count,
-        total=total,
-        noise_floor=max(noise.values(), default=0.0),
+        total=gap_of(findings),
         noise=noise,
         pools=tuple(findings),
         obstacles=tuple(obstacles),

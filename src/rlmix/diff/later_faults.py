@@ -296,3 +296,14 @@ LATER: tuple[Fault, ...] = (
     Fault(name="probabilities_bf16", operator="attention", cause="cast", plant=_probabilities_bf16),
 )
 """Made after conf/diff/default.yaml was frozen; none of its limits was changed for them."""
+
+PAIRS: tuple[tuple[str, str], ...] = (
+    ("kv_fp8", "temperature"),
+    ("split_k", "norm_eps"),
+    ("rope_theta", "stale_layer"),
+    ("mask_off_by_one", "act_cast"),
+    ("changed_token", "top_p"),
+    ("nvfp4_experts", "logits_bf16"),
+    ("stale_prefix", "gelu"),
+)
+"""Names of faults that are planted together; both are to be named."""

@@ -1,12 +1,12 @@
 """What a comparison found, as data: frozen, and the same for terminal, JSON, Markdown and HTML."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from rlmix.diff.gate import Obstacle
-from rlmix.diff.statistics import Gap
+from rlmix.diff.statistics import Gap, gap
 
 NONE = "none"
 """Verdict and class where nothing differs."""
@@ -106,24 +106,44 @@ class PoolFinding:
         }
 
 
+def gap_of(pools: Sequence[PoolFinding]) -> Gap | None:
+    """The gap over all tokens of all pools; None when nothing could be compared."""
+    if not pools:
+        return None
+    return gap(
+        np.concatenate([one.trainer_P for one in pools]),
+        np.concatenate([one.recorded_P for one in pools]),
+        np.concatenate([one.positions_P for one in pools]),
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiffReport:
     """A whole comparison."""
 
     source: str
     """Where the texts come from."""
-    tokens: int
-    mismatch_count: int
     total: Gap | None
-    """Over all pools; None when nothing could be compared."""
-    noise_floor: float
-    """Nats: mean difference of two evaluations of the same weights by the trainer."""
+    """As `gap_of` gives it for the pools."""
     noise: Mapping[str, float]
     """What was done twice -> mean |difference|, nats."""
     pools: tuple[PoolFinding, ...]
     obstacles: tuple[Obstacle, ...]
     not_tested: tuple[str, ...]
     machine: Mapping[str, str]
+
+    @property
+    def tokens(self) -> int:
+        return 0 if self.total is None else self.total.tokens
+
+    @property
+    def mismatch_count(self) -> int:
+        return 0 if self.total is None else self.total.mismatch_count
+
+    @property
+    def noise_floor(self) -> float:
+        """Nats: mean difference of two evaluations of the same weights by the trainer."""
+        return max(self.noise.values(), default=0.0)
 
     @property
     def is_within(self) -> bool:

@@ -7,20 +7,11 @@ import pytest
 from rlmix.diff.faults import FROZEN, Fault, planted
 from rlmix.diff.judge import replay
 from rlmix.diff.lab import ground, sides, text
-from rlmix.diff.later_faults import LATER
+from rlmix.diff.later_faults import LATER, PAIRS
 from rlmix.diff.program import run, trace
 from tests.unit.diff.lab import limits
 
 ALL = FROZEN + LATER
-PAIRS = (
-    ("kv_fp8", "temperature"),
-    ("split_k", "norm_eps"),
-    ("rope_theta", "stale_layer"),
-    ("mask_off_by_one", "act_cast"),
-    ("changed_token", "top_p"),
-    ("nvfp4_experts", "logits_bf16"),
-    ("stale_prefix", "gelu"),
-)
 
 
 def named(name: str) -> Fault:
