@@ -206,12 +206,9 @@ def stop(path: Path, *, limit_s: float = STOP_LIMIT_S) -> StopResult:
         return _stop_elsewhere(path, owner, limit_s)
     started_s = time.monotonic()
     if not _interrupt_and_wait(owner, limit_s):
-        return StopResult(
-            run=path.name,
-            was_running=True,
-            is_stopped=False,
-            state=RunState.RUNNING,
-            waited_s=round(time.monotonic() - started_s, 1),
+        return _not_stopped(
+            path,
+            waited_s=time.monotonic() - started_s,
             message=(
                 f"process {owner.pid} has not ended within {limit_s:g} s; it may still be "
                 f"draining (`rlmix runs logs {path.name}`). `kill -9 {owner.pid}` ends it at "
@@ -219,12 +216,9 @@ def stop(path: Path, *, limit_s: float = STOP_LIMIT_S) -> StopResult:
             ),
         )
     if is_locked(path):
-        return StopResult(
-            run=path.name,
-            was_running=True,
-            is_stopped=False,
-            state=RunState.RUNNING,
-            waited_s=round(time.monotonic() - started_s, 1),
+        return _not_stopped(
+            path,
+            waited_s=time.monotonic() - started_s,
             message=(
                 f"process {owner.pid} is gone, but another one still holds {path / LOCK_FILE}; "
                 "nothing was signalled, because it is not the one that the run recorded"
@@ -258,12 +252,9 @@ def _stop_elsewhere(path: Path, owner: Owner | None, limit_s: float) -> StopResu
             return _stopped(path, was_running=True, waited_s=waited_s)
         time.sleep(STOP_POLL_S)
     forget_stop_requests(path)
-    return StopResult(
-        run=path.name,
-        was_running=True,
-        is_stopped=False,
-        state=RunState.RUNNING,
-        waited_s=round(time.monotonic() - started_s, 1),
+    return _not_stopped(
+        path,
+        waited_s=time.monotonic() - started_s,
         message=(
             f"the run's process on {host} has not ended within {limit_s:g} s; it may still be "
             f"draining (`rlmix runs logs {path.name}`), or {host} is gone: then `rlmix train "
@@ -306,6 +297,17 @@ def _row(path: Path, manifest: Manifest, now_s: float) -> RunRow:
 def _last_events(path: Path, number: int) -> list[dict[str, Any]]:
     events: Iterable[dict[str, Any]] = read_jsonl(path / EVENTS_FILE)
     return list(events)[-number:]
+
+
+def _not_stopped(path: Path, *, waited_s: float, message: str) -> StopResult:
+    return StopResult(
+        run=path.name,
+        was_running=True,
+        is_stopped=False,
+        state=RunState.RUNNING,
+        waited_s=round(waited_s, 1),
+        message=message,
+    )
 
 
 def _stopped(path: Path, *, was_running: bool, waited_s: float) -> StopResult:

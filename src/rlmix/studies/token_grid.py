@@ -4,11 +4,11 @@ Invariant: a cell's name says all that distinguishes it; a record is complete or
 """
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlmix.observe.jsonl import write_atomically
 from rlmix.studies.token_run import Cell, Correction, run_cell
 from rlmix.studies.token_samplers import FLEETS
 
@@ -90,9 +90,8 @@ def record_cell(cell: Cell, folder: Path) -> Path:
         "curves": {key: _column(rows, key) for key in KEPT if any(key in row for row in rows)},
     }
     folder.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(record, separators=(",", ":")) + "\n")
-    os.replace(part, path)
+    content = json.dumps(record, separators=(",", ":")) + "\n"
+    write_atomically(path, content.encode())
     return path
 
 
