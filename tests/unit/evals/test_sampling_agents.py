@@ -25,7 +25,7 @@ from rlmix.model.chat import ChatRenderer
 from rlmix.router.client import RouterAdmin
 from rlmix.sandbox.backend import open_backend
 from rlmix.sandbox.protocol import SandboxBackend, SandboxLimits
-from rlmix.tasks.benchmark import Benchmark, open_benchmark
+from rlmix.tasks.benchmark import Benchmark, BenchTask, open_benchmark
 
 T = TypeVar("T")
 MODEL = resolve_model("bundled:tiny")
@@ -285,31 +285,32 @@ def test_an_endpoint_that_hangs_for_most_of_the_time_makes_the_attempt_void(
     assert answer.void_reason.startswith("one answer did not come in")
 
 
-def test_a_prompt_too_long_for_an_endpoint_fails_that_attempt_and_ends_nothing_else(
-    tmp_path: Path,
-) -> None:
-    said = json.dumps({"error": {"message": "maximum context length is 10 tokens"}}).encode()
+async def asked_over(tmp_path: Path, task: BenchTask, *, status: str, body: object) -> Answer:
+    """The answer of an agent whose endpoint says the same to whatever it is asked."""
+    said = json.dumps(body).encode()
 
-    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        head = f"HTTP/1.1 400 Bad Request\r\nContent-Length: {len(said)}\r\nConnection: close\r\n"
+        head = f"HTTP/1.1 {status}\r\nContent-Length: {len(said)}\r\nConnection: close\r\n"
         writer.write(head.encode() + b"\r\n" + said)
         await writer.drain()
         writer.close()
 
-    async def run() -> Answer:
-        server = await asyncio.start_server(refuse, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        agent = EndpointAgent(f"http://127.0.0.1:{port}", model="m", sampling=SAMPLING)
-        try:
-            return await with_backend(
-                tmp_path, lambda backend: agent.answer(TASKS.tasks[0], 0, backend)
-            )
-        finally:
-            await agent.close()
-            server.close()
+    server = await asyncio.start_server(say, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    agent = EndpointAgent(f"http://127.0.0.1:{port}", model="m", sampling=SAMPLING)
+    try:
+        return await with_backend(tmp_path, lambda backend: agent.answer(task, 0, backend))
+    finally:
+        await agent.close()
+        server.close()
 
-    answer = asyncio.run(run())
+
+def test_a_prompt_too_long_for_an_endpoint_fails_that_attempt_and_ends_nothing_else(
+    tmp_path: Path,
+) -> None:
+    body = {"error": {"message": "maximum context length is 10 tokens"}}
+    answer = asyncio.run(asked_over(tmp_path, TASKS.tasks[0], status="400 Bad Request", body=body))
     assert (answer.stop_reason, answer.void_reason) == (PROMPT_TOO_LONG, "")
     assert "maximum context length" in answer.fault
 
@@ -319,25 +320,7 @@ def test_what_an_endpoint_had_when_its_time_was_over_is_judged(tmp_path: Path) -
     task = replace(TASKS.tasks[0], agent_s=3.0)
     command = "echo x > note.txt; sleep 100"
     message = {"content": f"```bash\n{command}\n```"}
-    said = json.dumps({"choices": [{"message": message}], "usage": {}}).encode()
-
-    async def answer_it(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(said)}\r\nConnection: close\r\n"
-        writer.write(head.encode() + b"\r\n" + said)
-        await writer.drain()
-        writer.close()
-
-    async def run() -> Answer:
-        server = await asyncio.start_server(answer_it, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        agent = EndpointAgent(f"http://127.0.0.1:{port}", model="m", sampling=SAMPLING)
-        try:
-            return await with_backend(tmp_path, lambda backend: agent.answer(task, 0, backend))
-        finally:
-            await agent.close()
-            server.close()
-
-    answer = asyncio.run(run())
+    body = {"choices": [{"message": message}], "usage": {}}
+    answer = asyncio.run(asked_over(tmp_path, task, status="200 OK", body=body))
     assert (answer.stop_reason, answer.fault, answer.void_reason) == ("time_limit", "", "")
     assert b"+++ b/note.txt" in answer.diff

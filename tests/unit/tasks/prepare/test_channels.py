@@ -213,10 +213,10 @@ OTHER = "".join(f"class Thing{n}:\n    size = {n} * 7\n\n\n" for n in range(6))
 STALE: dict[str, tuple[str, str]] = {
     "a build output": ("testbed/build/lib/pack/long.py", "replaced"),
     "a copy beside it": ("testbed/build/long_new.py", "excluded"),
-    "a copy elsewhere": ("opt/work/long.py", "excluded"),
+    "a copy elsewhere": ("opt/site/long.py", "excluded"),
     "an installed copy": ("usr/lib/python3/site-packages/pack/long.py", "replaced"),
     "a vendored copy": ("usr/lib/python3/site-packages/other/pack/long.py", "excluded"),
-    "a backup": ("opt/work/long.py.bak", "hidden"),
+    "a backup": ("opt/site/long.py.bak", "hidden"),
     "a cache": ("root/.cache/x/long.py", "hidden"),
     "whatever pip downloaded": ("root/.cache/pip/http/any", "hidden"),
 }
@@ -252,19 +252,19 @@ def test_a_near_copy_is_not_taken_for_harmless_where_the_fix_is_unknown(
 
 @pytest.mark.parametrize("content", [LONG, OTHER, LONG[:60]])
 def test_exact_copies_other_files_and_short_ones_tell_nothing(tmp_path: Path, content: str) -> None:
-    image = stale_image(tmp_path, "opt/work/long.py", content)
+    image = stale_image(tmp_path, "opt/site/long.py", content)
     done = prepare_task(task(knows_fix=False), image, tmp_path / "out")
     assert isinstance(done, Manifest), done
     assert done.overlaid == ()
 
 
 def test_a_known_fix_is_looked_for_by_its_lines_and_not_by_likeness(tmp_path: Path) -> None:
-    done = prepare_task(task(), stale_image(tmp_path, "opt/work/long.py", LATER), tmp_path / "out")
+    done = prepare_task(task(), stale_image(tmp_path, "opt/site/long.py", LATER), tmp_path / "out")
     assert isinstance(done, Manifest), done
 
 
 def test_an_unknown_gold_counts_as_unknown(tmp_path: Path) -> None:
     gold = GoldRecord(task_id="t", patch="", script={"/solution/solve.sh": "true\n"})
-    image = stale_image(tmp_path, "opt/work/long.py", LATER)
+    image = stale_image(tmp_path, "opt/site/long.py", LATER)
     done = prepare_task(task(gold=gold), image, tmp_path / "out")
     assert isinstance(done, Excluded)
