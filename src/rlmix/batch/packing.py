@@ -75,6 +75,13 @@ class MicroBatch:
             return self.rows_P, self.cols_P
         return np.zeros_like(self.rows_P), self.starts[self.rows_P] + self.cols_P
 
+    def has_support(self, *, replay: bool) -> bool:
+        """Whether candidates were recorded that sampler and trainer can both sum over.
+
+        Exact kept sets are such a support only when `replay` puts the trainer on them, too.
+        """
+        return self.kept_logprobs_PK is not None and (replay or not self.kept_exact)
+
 
 def pool_names_of(samples: Sequence[TrainSample]) -> tuple[str, ...]:
     """Names of all pools in the samples, sorted: the index space of `MicroBatch.pools_P`."""

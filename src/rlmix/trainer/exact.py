@@ -140,7 +140,6 @@ class ExactPolicy(Policy):
         tally = self._routers.empty_tally(batch.ids_BT.shape)
         if batch.experts_BTLK is None:
             return self._hidden(tensors, ids_BT, None), tally
-        self._routers.check(batch)
         recorded_NLK = torch.from_numpy(batch.experts_BTLK).flatten(0, 1).long()
         route = _Replay(self._spec, recorded_NLK, tally)
         return self._hidden(tensors, ids_BT, route), tally
@@ -214,7 +213,7 @@ def _on_support(
     """Logprobs of the sampled ids, and of their candidates where these are a support."""
     sampled_P, candidates_PK = scores.scores_PK[:, 0], scores.scores_PK[:, 1:]
     full_P = sampled_P - scores.normaliser_P
-    if batch.kept_logprobs_PK is None or (batch.kept_exact and not replay):
+    if not batch.has_support(replay=replay):
         return full_P, None
     sampler_PK = torch.from_numpy(batch.kept_logprobs_PK)
     kept_PK = kept_mask(sampler_PK)

@@ -257,6 +257,11 @@ class Policy:
             kept_scores=0 if is_exact else KEPT_SCORES,
         )
 
+    def check_routes(self, batch: MicroBatch) -> None:
+        """Raise DataError for a record of experts that this model's routers cannot have made."""
+        if self._routers is not None:
+            self._routers.check(batch)
+
     def token_logprobs(
         self, batch: MicroBatch, *, temperature: float, replay: bool
     ) -> TokenLogprobs:
@@ -286,7 +291,7 @@ class Policy:
         sampled_P = found.scores_PK[:, 0]
         entropy_P = found.entropy_P.detach()
         head = asked.head(found)
-        if batch.kept_logprobs_PK is None or (batch.kept_exact and not replay):
+        if batch.kept_logprobs_PK is None or not batch.has_support(replay=replay):
             full_P = sampled_P - found.normaliser_P
             return TokenLogprobs(full_P, None, entropy_P, routing, head)
         sampler_PK = self.put(batch.kept_logprobs_PK)
@@ -306,7 +311,6 @@ class Policy:
         if batch.experts_BTLK is None:
             tally = self._routers.empty_tally(batch.ids_BT.shape)
             return self.hidden(ids_BT, batch.starts), tally
-        self._routers.check(batch)
         with self._routers.replaying(batch.experts_BTLK) as tally:
             return self.hidden(ids_BT, batch.starts), tally
 

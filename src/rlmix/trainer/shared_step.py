@@ -20,6 +20,7 @@ from rlmix.trainer.spec import AlgoSpec
 from rlmix.trainer.step import (
     BatchPass,
     PassResult,
+    check_micro_batches,
     join_passes,
     run_micro_batch,
     run_micro_batches,
@@ -46,6 +47,8 @@ def run_shared(
     Args:
         micro_batches: of the whole step, the same on every rank.
         is_exact: the order of additions must not depend on the number of ranks.
+    Raises:
+        DataError: on every rank alike, as of `check_micro_batches`.
     """
     denominator = step_denominator(micro_batches, algo)
     if isinstance(optimizer, MasterOptimizer) and not is_exact:
@@ -57,6 +60,8 @@ def run_shared(
                 denominator=denominator,
                 trainer_version=trainer_version,
             )
+
+    check_micro_batches(policy, micro_batches, algo, trainer_version=trainer_version)
 
     def one(leaf: int, *, is_in_step: bool) -> BatchPass:
         return run_micro_batch(

@@ -86,8 +86,10 @@ def run_micro_batches(
 ) -> PassResult:
     """Forward all micro-batches, backward those with signal; gradients go where hooks put them.
 
-    Stops at the first that is not finite. Arguments and errors as of `run_micro_batch`.
+    Stops at the first that is not finite. Arguments as of `run_micro_batch`, errors as of
+    `check_micro_batches`.
     """
+    check_micro_batches(policy, micro_batches, algo, trainer_version=trainer_version)
     passes: list[BatchPass] = []
     for batch in micro_batches:
         found = run_micro_batch(
@@ -99,6 +101,39 @@ def run_micro_batches(
     return join_passes(micro_batches, passes)
 
 
+def check_micro_batches(
+    policy: Policy,
+    micro_batches: Sequence[MicroBatch],
+    algo: AlgoSpec,
+    *,
+    trainer_version: int,
+) -> None:
+    """Refuse what no pass could use, before the first one.
+
+    Every rank asks it of the whole step: one that met bad data in its own share only would leave
+    the others waiting for it in an exchange.
+
+    Args:
+        trainer_version: policy version of the weights in `policy`.
+    Raises:
+        DataError: a token of a newer version than the trainer's, records that `algo` cannot do
+            without, or a record of experts that no router can have made.
+    """
+    for batch in micro_batches:
+        if batch.versions_P.size and batch.versions_P.max() > trainer_version:
+            raise DataError(
+                f"trainer: sessions {batch.session_ids[:3]} hold tokens of version "
+                f"{batch.versions_P.max()}, but the trainer is at {trainer_version}"
+            )
+        if algo.centering and not batch.has_support(replay=algo.replay):
+            raise DataError(
+                f"trainer: sessions {batch.session_ids[:3]} recorded no candidates that "
+                "algo.centering can sum over; record kept sets with algo.replay=true, or heads, "
+                "or set algo.centering=false"
+            )
+        policy.check_routes(batch)
+
+
 def run_micro_batch(
     policy: Policy,
     batch: MicroBatch,
@@ -108,22 +143,15 @@ def run_micro_batch(
     trainer_version: int,
     is_in_step: bool = False,
 ) -> BatchPass:
-    """Forward one micro-batch, and backward if it has signal.
+    """Forward one micro-batch that `check_micro_batches` let pass, and backward if it has signal.
 
     Args:
         denominator: as `step_denominator` gives it for the step's micro-batches of all ranks.
         trainer_version: policy version of the weights in `policy`, for the tokens' lag.
         is_in_step: other ranks compute with this one, so that the backward pass is made even
             where the loss is not finite; the caller must then throw the gradients away.
-    Raises:
-        DataError: a token of a newer version than the trainer's.
     """
     lags_P = trainer_version - torch.from_numpy(batch.versions_P)
-    if bool((lags_P < 0).any()):
-        raise DataError(
-            f"trainer: sessions {batch.session_ids[:3]} hold tokens of version "
-            f"{batch.versions_P.max()}, but the trainer is at {trainer_version}"
-        )
     with torch.set_grad_enabled(batch.needs_gradient):
         terms, found = _terms(policy, batch, algo)
         batch_loss = terms.loss_T.sum() / denominator
@@ -187,12 +215,6 @@ def join_passes(micro_batches: Sequence[MicroBatch], passes: Sequence[BatchPass]
 
 def _terms(policy: Policy, batch: MicroBatch, algo: AlgoSpec) -> tuple[TokenTerms, TokenLogprobs]:
     found = policy.token_logprobs(batch, temperature=algo.temperature, replay=algo.replay)
-    if algo.centering and found.support is None:
-        raise DataError(
-            f"trainer: sessions {batch.session_ids[:3]} recorded no candidates that algo.centering "
-            "can sum over; record kept sets with algo.replay=true, or heads, or set "
-            "algo.centering=false"
-        )
     terms = token_terms(
         found.trainer_P,
         policy.put(batch.sampler_logprobs_P),

@@ -97,7 +97,9 @@ def test_wrong_keys_do_not_hide_what_sound_pools_cannot_do(rlmix: Run) -> None:
 def test_a_planned_run_is_not_started(rlmix: Run, tmp_path: Path) -> None:
     done = rlmix("train", "experiment=qwen36_b200")
     assert done.returncode == 2
-    assert "tasks.source=mimo" in done.stderr
+    assert done.stderr.startswith("error: tasks.path=null: tasks.source=mimo is trained on from")
+    done = rlmix("train", "experiment=qwen36_b200", "tasks.source=generated")
+    assert done.returncode == 2
     assert "trainer.device=b200" in done.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -210,7 +210,7 @@ def test_a_context_longer_than_the_model_was_made_for_is_refused() -> None:
 
 def test_a_trainer_that_cannot_hold_its_share_is_refused() -> None:
     lines = refusals("trainer.ranks=2")
-    assert lines[0].startswith("trainer.ranks: got 2 on b200: 291 GiB of weights and optimizer")
+    assert lines[0].startswith("trainer.ranks: got 2 on b200: 274 GiB of weights and optimizer")
     assert lines[0].endswith("raise trainer.ranks")
 
 

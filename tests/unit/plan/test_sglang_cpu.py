@@ -80,7 +80,10 @@ def test_a_hybrid_model_is_refused_on_a_cpu() -> None:
 
 
 def test_on_one_machine_accelerators_are_counted_through_after_the_trainer_s() -> None:
-    config = configured("trainer.device=b200", "trainer.ranks=8", experiment="qwen36_b200")
+    config = configured(
+        "trainer.device=b200", "trainer.ranks=8", "trainer.micro_batch_tokens=131072",
+        "session.max_context_tokens=131072", experiment="qwen36_b200",
+    )  # fmt: skip
     config.pools["b200"].replicas, config.pools["b200"].tp = 3, 2
     plan = build_plan(config, facts=QWEN, python="python")
     assert plan.pools["b200"].gpu_ids == ((8, 9), (10, 11), (12, 13))

@@ -219,14 +219,14 @@ def test_a_record_that_no_router_can_have_made_is_refused(policy, chosen, expert
     sample.experts[4, 1] = experts
     (batch,) = pack_samples([sample], max_tokens=1000)
     with pytest.raises(DataError, match=message):
-        policy.token_logprobs(batch, temperature=1.0, replay=True)
+        policy.check_routes(batch)
 
 
 def test_a_record_of_another_model_is_refused(policy, chosen):
     narrow = with_experts(chosen[0], np.zeros((len(chosen[0].ids), 1, TOP_K)))
     (batch,) = pack_samples([narrow], max_tokens=1000)
     with pytest.raises(DataError, match=r"2 experts in each of 1 layers; the model takes 2"):
-        policy.token_logprobs(batch, temperature=1.0, replay=True)
+        policy.check_routes(batch)
     with pytest.raises(DataError, match="experts of different sizes"):
         pack_samples([narrow, *forced(chosen[1:2])], max_tokens=1000)
 
