@@ -20,7 +20,8 @@ LR = 1.0
 (2; at 4 it collapsed); at 2 no arm was stable with samplers this stale."""
 STALE = 64
 """Updates between two refreshes of the samplers."""
-STEPS = 800
+STEPS = 400
+"""Every pilot that collapsed had done so by 300."""
 SIGNIFICANT_DIGITS = 4
 KEPT = {
     "sampler/good_frac": 1,

@@ -18,7 +18,7 @@ import torch
 from torch import Generator, Tensor
 
 from rlmix.numerics import fp8
-from rlmix.studies.token_task import NUM_FEATURES, VOCABULARY
+from rlmix.studies.token_task import LENGTH, NUM_FEATURES, VOCABULARY
 
 WIDTH = 64
 ATTENTION_WIDTH = 16
@@ -86,37 +86,54 @@ class Decoder:
     """One pool's sessions, token by token, with its own kernel and cache."""
 
     def __init__(self, weights: Weights, kernel: Kernel) -> None:
-        self._weights = dict(weights)
         self._kernel = kernel
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+        self._columns_FD = weights["embed"].t()
+        # Query, key and value read the same input, so one product gives all three.
+        joined = torch.cat([weights[name] for name in ("query", "key", "value")])
+        self._matrices = {
+            "projections": self._tiled(joined),
+            **{name: self._tiled(weights[name]) for name in ("out", "hidden", "head")},
+        }
+        self._cache_NLA2 = torch.empty(0)
+        self._length = 0
 
     def logits(self, features_N4: Tensor) -> Tensor:
         """Float32 [N, V] for the next token; each call is one position of the same N sessions."""
-        columns_FD = self._weights["embed"].t()
-        x_ND = self._rounded(torch.nn.functional.embedding(features_N4, columns_FD).sum(dim=1))
-        self._keys.append(self._cached(self._times(x_ND, "key")))
-        self._values.append(self._cached(self._times(x_ND, "value")))
-        query_NA = self._times(x_ND, "query")
-        keys_NLA, values_NLA = torch.stack(self._keys, 1), torch.stack(self._values, 1)
+        x_ND = torch.nn.functional.embedding(features_N4, self._columns_FD).sum(dim=1)
+        x_ND = self._rounded(x_ND)
+        query_NA, new_NA2 = self._times(x_ND, "projections").split(
+            [ATTENTION_WIDTH, 2 * ATTENTION_WIDTH], dim=1
+        )
+        keys_NLA, values_NLA = self._cached(new_NA2).chunk(2, dim=2)
         scores_NL = (keys_NLA @ query_NA[:, :, None])[:, :, 0] / math.sqrt(ATTENTION_WIDTH)
         mixed_NA = self._rounded((scores_NL.softmax(1)[:, None] @ values_NLA)[:, 0])
         hidden_ND = self._rounded(torch.tanh(x_ND + self._times(mixed_NA, "out")))
         hidden_ND = self._rounded(torch.tanh(self._times(hidden_ND, "hidden")))
         return self._times(hidden_ND, "head")
 
+    def _tiled(self, weight: Tensor) -> Tensor:
+        """[tiles, tile, out] of a matrix [out, in]."""
+        tile = min(self._kernel.tile, weight.shape[1])
+        return weight.t().reshape(-1, tile, weight.shape[0])
+
     def _times(self, x_ND: Tensor, name: str) -> Tensor:
-        weight = self._weights[name]
         if self._kernel.activations == "fp8":
             x_ND = fp8.fake_quantize_activations(x_ND)
-        tile = self._kernel.tile
-        if tile >= x_ND.shape[1]:
-            return self._rounded(x_ND @ weight.t())
-        parts = zip(x_ND.split(tile, 1), weight.split(tile, 1), strict=True)
-        return self._rounded(torch.stack([x @ w.t() for x, w in parts]).sum(0))
+        matrix = self._matrices[name]
+        if len(matrix) == 1:
+            return self._rounded(x_ND @ matrix[0])
+        parts = x_ND.reshape(len(x_ND), *matrix.shape[:2]).transpose(0, 1)
+        return self._rounded(torch.bmm(parts, matrix).sum(0))
 
-    def _cached(self, values_NA: Tensor) -> Tensor:
-        return fp8.fake_quantize_kv(values_NA) if self._kernel.kv == "fp8" else values_NA
+    def _cached(self, new_NA2: Tensor) -> Tensor:
+        """[N, L, 2A]: keys and values of all positions so far, with these as the newest."""
+        if self._kernel.kv == "fp8":
+            new_NA2 = fp8.fake_quantize_kv(new_NA2)
+        if self._length == 0:
+            self._cache_NLA2 = new_NA2.new_empty(len(new_NA2), LENGTH, new_NA2.shape[1])
+        self._cache_NLA2[:, self._length] = new_NA2
+        self._length += 1
+        return self._cache_NLA2[:, : self._length]
 
     def _rounded(self, values: Tensor) -> Tensor:
         return values.bfloat16().float() if self._kernel.rounds_to_bf16 else values
