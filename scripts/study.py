@@ -2,17 +2,20 @@
 """The study: which correction keeps which fleet stable. Every part is resumable.
 
     python scripts/study.py token [--arm NAME]... [--fleet NAME]... [--seed N]... [--processes 2]
+    python scripts/study.py agentic [--arm NAME]... [--fleet NAME]... [--seed N]... [--runs FOLDER]
     python scripts/study.py report [--check]
 
 `token` runs the cells of the controlled study that have no record yet, each in a process of its
-own, and stops cleanly at any time: a record appears whole or not at all. `report` rebuilds every
-table and figure of `docs/studies/stability.md` from the records; with --check it only says whether
-they are what the records give (exit code 1 if not).
+own, and stops cleanly at any time: a record appears whole or not at all. `agentic` trains, one
+whole run after another, and goes on with a run that was interrupted. `report` rebuilds every table
+and figure of `docs/studies/stability.md` from the records; with --check it only says whether they
+are what the records give (exit code 1 if not).
 """
 
 import argparse
 import os
 import re
+import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -21,8 +24,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = ROOT / "docs" / "studies"
 RECORDS = STUDIES / "data" / "token"
+AGENTIC_RECORDS = STUDIES / "data" / "agentic"
 PAGE = STUDIES / "stability.md"
 FIGURE = STUDIES / "token.svg"
+AGENTIC_FIGURE = STUDIES / "agentic.svg"
 
 
 def corrections(arms: list[str]) -> dict[str, object]:
@@ -82,6 +87,27 @@ def run_token(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_agentic(args: argparse.Namespace) -> int:
+    from rlmix.studies.agentic import ARMS, FLEETS, SEEDS, cells, record_run
+
+    todo = [
+        cell
+        for cell in cells(args.arm or ARMS, args.fleet or FLEETS, args.seed or SEEDS)
+        if not (args.records / f"{cell.name}.json").exists()
+    ]
+    for number, cell in enumerate(todo, 1):
+        run_dir = args.runs / cell.name
+        print(f"{cell.name}  {number}/{len(todo)}", file=sys.stderr, flush=True)
+        if record_run(cell, run_dir, args.records) is None:
+            begun = [sys.executable, "-m", "rlmix", *cell.train_arguments(args.runs)]
+            code = subprocess.run(begun, cwd=ROOT).returncode
+            if record_run(cell, run_dir, args.records) is None:
+                print(f"study: {cell.name} did not finish (exit code {code}); the same command "
+                      "goes on with it", file=sys.stderr)  # fmt: skip
+                return code or 1
+    return 0
+
+
 def rebuilt(page: str, tables: dict[str, str]) -> str:
     """The page with the text between `<!-- NAME -->` and `<!-- end -->` replaced."""
     for name, table in tables.items():
@@ -95,24 +121,34 @@ def rebuilt(page: str, tables: dict[str, str]) -> str:
 
 
 def report(args: argparse.Namespace) -> int:
+    from rlmix.studies import agentic_report
     from rlmix.studies.token_grid import read_records
     from rlmix.studies.token_report import figure, outcome_table, warning_table
 
-    records = read_records(args.records)
+    records, trained = read_records(args.records), read_records(AGENTIC_RECORDS)
     if not records:
         raise SystemExit(f"study: no record in {args.records}; run `study.py token` first")
     tables = {
         "token stale": outcome_table(records, fresh=False),
         "token fresh": outcome_table(records, fresh=True),
         "token warnings": warning_table(records),
+        "token samplers": outcome_table(records, fresh=False, score="sampler/good_frac"),
+        "agentic": agentic_report.outcome_table(trained) if trained else "Not run yet.",
+        "agentic cost": agentic_report.cost_table(trained) if trained else "Not run yet.",
     }
-    page, drawing = rebuilt(PAGE.read_text(), tables), figure(records)
+    page = rebuilt(PAGE.read_text(), tables)
+    drawings = {FIGURE: figure(records)}
+    if trained:
+        drawings[AGENTIC_FIGURE] = agentic_report.figure(trained)
     if args.check:
-        is_same = page == PAGE.read_text() and drawing == FIGURE.read_text()
+        is_same = page == PAGE.read_text() and all(
+            path.exists() and path.read_text() == text for path, text in drawings.items()
+        )
         print("the page is what the records give" if is_same else "the page differs; run report")
         return 0 if is_same else 1
     PAGE.write_text(page)
-    FIGURE.write_text(drawing)
+    for path, text in drawings.items():
+        path.write_text(text)
     return 0
 
 
@@ -127,6 +163,13 @@ def main() -> int:
     token.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     token.add_argument("--records", type=Path, default=RECORDS)
     token.set_defaults(run=run_token)
+    agentic = commands.add_parser("agentic", help="whole training runs, one after another")
+    agentic.add_argument("--arm", action="append")
+    agentic.add_argument("--fleet", action="append")
+    agentic.add_argument("--seed", action="append", type=int)
+    agentic.add_argument("--runs", type=Path, default=ROOT / "runs" / "study")
+    agentic.add_argument("--records", type=Path, default=AGENTIC_RECORDS)
+    agentic.set_defaults(run=run_agentic)
     again = commands.add_parser("report", help="rebuild tables and figures")
     again.add_argument("--records", type=Path, default=RECORDS)
     again.add_argument("--check", action="store_true")

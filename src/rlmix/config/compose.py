@@ -182,12 +182,12 @@ class _Composer:
 
 
 def _groups(folders: Sequence[Path]) -> dict[str, list[str]]:
-    """Group -> its files, over all folders."""
+    """Group -> its files, over all folders; one in a folder of a group is `FOLDER/NAME`."""
     groups: dict[str, set[str]] = {}
     for folder in folders:
         for path in folder.glob("*/**/*.yaml"):
-            group = path.parent.relative_to(folder).as_posix()
-            groups.setdefault(group, set()).add(path.stem)
+            group, *name = path.relative_to(folder).with_suffix("").parts
+            groups.setdefault(group, set()).add("/".join(name))
     return {group: sorted(files) for group, files in groups.items()}
 
 

@@ -6,14 +6,24 @@ Pure functions of the curves of one cell.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-WINDOW_STEPS = 25
-"""Updates that a smoothed success is the mean of."""
 COLLAPSED_FRAC = 0.5
 """Smoothed success below this share of its best so far is down."""
-COLLAPSED_STEPS = 50
-"""Updates in a row that it must be down."""
 DECAYED_FRAC = 0.9
 """A cell that did not collapse, but ends below this share of its best, has decayed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """How long a study looks."""
+
+    window_steps: int
+    """Updates that a smoothed success is the mean of."""
+    collapsed_steps: int
+    """Updates in a row that it must be down."""
+
+
+TOKEN_SPAN = Span(window_steps=25, collapsed_steps=50)
+AGENTIC_SPAN = Span(window_steps=5, collapsed_steps=10)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,39 +38,42 @@ class Outcome:
     """Smoothed success at the end."""
 
 
-def smoothed(values: Sequence[float]) -> list[float]:
-    """Mean over the last `WINDOW_STEPS` values, or as many as there are."""
+def smoothed(values: Sequence[float], window_steps: int = TOKEN_SPAN.window_steps) -> list[float]:
+    """Mean over the last `window_steps` values, or as many as there are."""
     sums = [0.0]
     for value in values:
         sums.append(sums[-1] + value)
     return [
-        (sums[i + 1] - sums[max(0, i + 1 - WINDOW_STEPS)]) / min(i + 1, WINDOW_STEPS)
+        (sums[i + 1] - sums[max(0, i + 1 - window_steps)]) / min(i + 1, window_steps)
         for i in range(len(values))
     ]
 
 
-def outcome(success: Sequence[float], held_out: Sequence[tuple[int, float]]) -> Outcome:
+def outcome(
+    success: Sequence[float], held_out: Sequence[tuple[int, float]], span: Span = TOKEN_SPAN
+) -> Outcome:
     """Judge one cell.
 
     Args:
         success: mean success of the sessions trained on, 0 to 1, for each update.
         held_out: (update, score of the trainer's own weights) where it was measured, in order.
     Returns:
-        `collapsed` where smoothed success stayed below half of its best for 50 updates in a row
-        and the held-out score was below half of its own best in that time as well.
+        `collapsed` where smoothed success stayed below half of its best for
+        `span.collapsed_steps` updates in a row and the held-out score was below half of its own
+        best in that time as well.
     """
-    curve = smoothed(success)
+    curve = smoothed(success, span.window_steps)
     best, down_since = 0.0, None
     verdict, collapse_step = "", None
     for step, value in enumerate(curve, 1):
-        best = max(best, value) if step >= WINDOW_STEPS else best
+        best = max(best, value) if step >= span.window_steps else best
         if value >= COLLAPSED_FRAC * best:
             down_since = None
         elif down_since is None:
             down_since = step
         if (
             down_since is not None
-            and step - down_since + 1 >= COLLAPSED_STEPS
+            and step - down_since + 1 >= span.collapsed_steps
             and _fell(held_out, down_since, step)
         ):
             verdict, collapse_step = "collapsed", down_since
@@ -70,7 +83,7 @@ def outcome(success: Sequence[float], held_out: Sequence[tuple[int, float]]) -> 
     return Outcome(
         verdict=verdict,
         collapse_step=collapse_step,
-        best=max(best, *curve[WINDOW_STEPS - 1 :], 0.0),
+        best=max(best, *curve[span.window_steps - 1 :], 0.0),
         last=curve[-1],
     )
 

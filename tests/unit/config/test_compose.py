@@ -179,7 +179,7 @@ def test_the_likely_key_is_found_among_siblings_and_in_other_sections(
         (
             "experiment=tinny",
             "no file 'tinny' in group experiment; files: exact, qwen36_b200, qwen36_b200_nvfp4, "
-            "qwen36_mixed, tiny, tiny_sglang; did you mean tiny?",
+            "qwen36_mixed, study/bf16, study/mixed, tiny, tiny_sglang; did you mean tiny?",
         ),
         ("experiment=null", "leave this argument out"),
         ("polls@pools.x=embedded_bf16", "no group 'polls'"),

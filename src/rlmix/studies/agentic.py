@@ -1,0 +1,111 @@
+"""The agentic study: whole training runs, one for each arm, fleet and seed, and their records.
+
+Invariant: a record is a function of one finished run's folder; it is complete or absent.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlmix.observe.jsonl import write_atomically
+
+ARMS = ("grpo", "mis", "mis_sc_full", "mis_sc")
+"""Files of `conf/algo`."""
+FLEETS = ("bf16", "mixed")
+"""Files of `conf/experiment/study`."""
+SEEDS = (0, 1, 2)
+KEPT = (
+    "reward/mean",
+    "mismatch/k3_kl",
+    "mismatch/mean_abs",
+    "correction/masked_frac",
+    "correction/sc_tail_ratio",
+    "staleness/mean_versions",
+    "loss/grad_norm",
+    "loss/entropy",
+)
+"""Of `metrics.jsonl`, one value for each update."""
+SIGNIFICANT_DIGITS = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgenticCell:
+    arm: str
+    fleet: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}-{self.fleet}-seed{self.seed}"
+
+    def train_arguments(self, runs: Path) -> list[str]:
+        """Of `rlmix`: what starts this cell, or goes on with it when it was begun."""
+        if (runs / self.name / "manifest.json").exists():
+            return ["train", "--resume", str(runs / self.name)]
+        return [
+            "train",
+            f"experiment=study/{self.fleet}",
+            f"algo={self.arm}",
+            f"run.seed={self.seed}",
+            f"run.dir={runs}",
+            f"run.name={self.name}",
+        ]
+
+
+def cells(
+    arms: Sequence[str] = ARMS, fleets: Sequence[str] = FLEETS, seeds: Sequence[int] = SEEDS
+) -> Iterator[AgenticCell]:
+    """Seed by seed, so that an interrupted study has whole comparisons."""
+    for seed in seeds:
+        for arm in arms:
+            for fleet in fleets:
+                yield AgenticCell(arm=arm, fleet=fleet, seed=seed)
+
+
+def record_run(cell: AgenticCell, run_dir: Path, folder: Path) -> Path | None:
+    """Write the record of a finished run; None for a run that did not finish.
+
+    A record: the cell, steps, wall time in seconds, cost in USD, curves as lists over updates, and
+    the closing evaluation (BF16, held-out tasks, warm start and trained).
+    """
+    summary = _read(run_dir / "summary.json")
+    if summary is None or summary["exit_reason"] != "finished":
+        return None
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    # A resumed run measured some updates again; the last time counts.
+    rows = {row["step"]: row for row in map(json.loads, lines)}
+    manifest = _read(run_dir / "manifest.json") or {}
+    record = {
+        "arm": cell.arm,
+        "fleet": cell.fleet,
+        "seed": cell.seed,
+        "steps": summary["steps"],
+        "attempts": len(manifest.get("attempts", [])),
+        "wall_s": summary["wall_s"],
+        "cost_usd": _short(summary["cost_usd"]),
+        "void_frac": _short(summary["void_frac"]),
+        "machine": {
+            key: manifest.get("machine", {}).get(key)
+            for key in ("system", "arch", "cpu_cores", "memory_gib")
+        },
+        "revision": manifest.get("software", {}).get("git", {}).get("revision"),
+        "curves": {
+            key: [[step, _short(rows[step][key])] for step in sorted(rows) if key in rows[step]]
+            for key in KEPT
+        },
+        "eval": summary["eval"],
+    }
+    path = folder / f"{cell.name}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, (json.dumps(record, separators=(",", ":")) + "\n").encode())
+    return path
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")

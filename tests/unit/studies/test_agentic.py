@@ -1,0 +1,93 @@
+"""Records and tables of the agentic study, from run folders as a finished run leaves them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlmix.config.compose import load_config
+from rlmix.studies.agentic import ARMS, FLEETS, AgenticCell, cells, record_run
+from rlmix.studies.agentic_report import cost_table, figure, judged, outcome_table
+
+CELL = AgenticCell(arm="grpo", fleet="mixed", seed=1)
+
+
+def finished(folder: Path, rewards: list[float], *, trained: float) -> Path:
+    folder.mkdir(parents=True)
+    rows = [
+        {"step": step, "reward/mean": reward, "mismatch/k3_kl": 0.25, "correction/masked_frac": 0.0}
+        for step, reward in enumerate(rewards, 1)
+    ]
+    # The run was resumed: its first update was measured twice.
+    lines = [json.dumps(row) for row in [rows[0] | {"reward/mean": 9.0}, *rows]]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    summary = {
+        "exit_reason": "finished", "steps": len(rewards), "wall_s": 10.0 * len(rewards),
+        "cost_usd": 0.5 * len(rewards), "void_frac": 0.0,
+        "eval": {"warm_start": 0.3, "trained": trained},
+    }  # fmt: skip
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "manifest.json").write_text(json.dumps({"attempts": [{}, {}]}))
+    return folder
+
+
+def record(tmp_path: Path, rewards: list[float], *, trained: float) -> dict:
+    run = finished(tmp_path / "run", rewards, trained=trained)
+    path = record_run(CELL, run, tmp_path / "records")
+    assert path is not None
+    assert path.name == "grpo-mixed-seed1.json"
+    return json.loads(path.read_text())
+
+
+def test_a_record_has_each_update_once_as_it_was_measured_last(tmp_path: Path) -> None:
+    found = record(tmp_path, [0.2, 0.4], trained=0.5)
+    assert found["curves"]["reward/mean"] == [[1, 0.2], [2, 0.4]]
+    assert found["attempts"] == 2
+    assert found["cost_usd"] == 1.0
+
+
+def test_a_run_that_did_not_finish_has_no_record(tmp_path: Path) -> None:
+    run = finished(tmp_path / "run", [0.2], trained=0.2)
+    summary = json.loads((run / "summary.json").read_text()) | {"exit_reason": "failed"}
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert record_run(CELL, run, tmp_path / "records") is None
+    assert record_run(CELL, tmp_path / "nothing", tmp_path / "records") is None
+    assert not (tmp_path / "records").exists()
+
+
+def test_reward_and_held_out_score_below_half_of_their_best_are_a_collapse(tmp_path: Path) -> None:
+    # Best 0.6 over five updates; after k bad ones the mean is 0.6 (5 - k) / 5: 0.24 at k = 3.
+    found = judged(record(tmp_path, [0.6] * 10 + [0.0] * 30, trained=0.1))
+    assert (found.verdict, found.collapse_step) == ("collapsed", 13)
+    assert found.best == pytest.approx(0.6)
+
+
+def test_a_fall_that_held_out_tasks_do_not_share_is_a_decay(tmp_path: Path) -> None:
+    assert judged(record(tmp_path, [0.6] * 10 + [0.1] * 30, trained=0.3)).verdict == "decayed"
+
+
+def test_tables_and_figure_say_what_the_records_say(tmp_path: Path) -> None:
+    records = [record(tmp_path, [0.2, 0.4], trained=0.5)]
+    (row,) = [line for line in outcome_table(records).splitlines() if "GRPO" in line]
+    assert "| six accelerators | 1 | 0.300 | 0.500 |" in row
+    assert "| six accelerators | 1 | 0.5000 | 10.0 |" in cost_table(records)
+    drawing = figure(records)
+    assert "six accelerators" in drawing
+    assert "BF16 pools" not in drawing
+
+
+def test_a_begun_run_is_resumed_and_a_new_one_is_started_with_valid_settings(
+    tmp_path: Path,
+) -> None:
+    assert len(list(cells())) == len(ARMS) * len(FLEETS) * 3
+    for cell in cells(seeds=[2]):
+        command, *overrides = cell.train_arguments(tmp_path)
+        assert command == "train"
+        config = load_config("train", overrides).config
+        assert config.weights.publish_every == 8
+        assert config.run.seed == 2
+        kinds = {pool.weights for pool in config.pools.values()}
+        assert kinds == ({"bf16"} if cell.fleet == "bf16" else {"bf16", "fp8", "nvfp4"})
+    (tmp_path / CELL.name).mkdir()
+    (tmp_path / CELL.name / "manifest.json").touch()
+    assert CELL.train_arguments(tmp_path) == ["train", "--resume", str(tmp_path / CELL.name)]
