@@ -49,6 +49,8 @@ _RAY_ENVIRONMENT = {
     # Its node must register within this; the default of 60 s is too short where many processes
     # share two cores, and a failed start costs the run.
     "RAY_raylet_start_wait_time_s": "240",
+    # The same for its first process; the default is 30 s to listen and 20 s to answer.
+    "RAY_gcs_server_port_wait_time_s": "240",
     # Ray writes what its node agent notices (a worker died) to the driver's stdout, even with
     # log_to_driver=False; our stdout belongs to `--json`. This drops every such line.
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".*",
