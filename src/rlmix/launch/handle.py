@@ -32,6 +32,12 @@ class Handle(Protocol):
 
     name: str
 
+    @property
+    def is_placed(self) -> bool:
+        """False while the object waits for a machine: there is nobody to ask anything, and a call
+        would wait as long. Whoever ends it then kills it, which takes its request back."""
+        ...
+
     async def call(
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> Any:
@@ -64,6 +70,10 @@ class InProcessHandle:
     def __init__(self, target: object, *, name: str) -> None:
         self._target: object | None = target
         self.name = name
+
+    @property
+    def is_placed(self) -> bool:
+        return True
 
     async def call(
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any

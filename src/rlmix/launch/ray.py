@@ -170,6 +170,11 @@ class ActorHandle:
         self.name = name
         self.log_path = log_path
 
+    @property
+    def is_placed(self) -> bool:
+        """See `Handle.is_placed`. A Ray of the run's own has the one machine."""
+        return self._place_limit_s is None
+
     async def placed(self) -> None:
         """See `Handle.placed`. The time of a later call counts from here."""
         from ray.exceptions import RayError

@@ -70,6 +70,11 @@ class RecoveringTrainer:
             self._open.add_done_callback(_look)
             return await asyncio.shield(self._open)
 
+    @property
+    def is_placed(self) -> bool:
+        """Ranks are waited for by their first call."""
+        return True
+
     async def placed(self) -> None:
         """Ranks are waited for by their first call."""
 

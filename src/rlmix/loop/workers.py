@@ -99,6 +99,9 @@ class WorkerPool:
         """Let every worker remove its sandboxes; a worker that does not answer is left to Ray."""
 
         async def close_one(handle: Handle) -> None:
+            if not handle.is_placed:
+                handle.kill()  # It waits for a machine and has made nothing yet.
+                return
             try:
                 await handle.call("close", timeout_s=timeout_s)
             except (LaunchError, TimeoutError) as error:

@@ -421,10 +421,12 @@ class Slot:
             await self._tell_router(self._router.put_replica(self.spec.name, state=state))
 
     async def _stop_replica(self) -> None:
-        """The polite end, when the slot itself ends."""
+        """The polite end, when the slot itself ends; one without a machine has nothing to end."""
         handle, self._handle = self._handle, None
         assert handle is not None
         try:
+            if not handle.is_placed:
+                return
             await handle.call("stop", timeout_s=STOP_TIMEOUT_S)
         except (LaunchError, EngineError, TimeoutError) as error:
             log.info("%s did not stop by itself: %s", self.spec.name, error)

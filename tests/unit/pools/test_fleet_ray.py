@@ -3,11 +3,13 @@
 import asyncio
 import os
 import signal
+import time
 
 import psutil
 import pytest
 
 from rlmix.core.errors import LaunchError
+from rlmix.launch.handle import Needs
 from rlmix.launch.ray import RayCluster
 from rlmix.pools.replica import Replica
 from rlmix.pools.spec import SlotState
@@ -76,6 +78,41 @@ def test_replicas_in_actors_update_and_are_replaced_whether_engine_or_actor_dies
             wrong = stage.spec("h100-2", expected={"kv": "bf16"})
             with pytest.raises(LaunchError, match="kv is 'fp8', the plan says 'bf16'"):
                 await stage.make_fleet(wrong).start(0)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        cluster.stop()
+
+
+def test_a_fleet_that_stops_takes_a_replica_that_waits_for_a_machine_out_of_ray_s_queue(
+    stage, tmp_path
+):
+    cluster = RayCluster.start("waits", num_cpus=8, log_dir=tmp_path / "logs")
+    cluster._place_limit_s = 600.0  # As in a cluster that was joined.
+    nobody = Needs(kind="b300", gpus=0.0, resources={"b300_unit": 1.0}, labels={})
+
+    def spawn(spec, incarnation):
+        return cluster.spawn(Replica, name=spec.name, num_cpus=0.1, args=(spec,), needs=spec.needs)
+
+    def states():
+        from ray._private.state import actors
+
+        return [actor["State"] for actor in actors().values()]
+
+    async def scenario():
+        async with stage:
+            stage._spawn = spawn
+            fleet = stage.make_fleet(stage.spec("b300-0", needs=nobody))
+            starting = asyncio.create_task(fleet.start(0))
+            await stage.until(lambda: states() == ["PENDING_CREATION"], timeout_s=30)
+            began_s = time.monotonic()
+            await fleet.stop()
+            assert time.monotonic() - began_s < 2.0
+            assert cluster._asked == {}
+            await stage.until(lambda: states() == ["DEAD"], timeout_s=10)
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
 
     try:
         asyncio.run(scenario())

@@ -1,6 +1,7 @@
 """Replicas that need a machine: one that finds none holds up nobody and is told with its reason."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -20,9 +21,16 @@ class Waiting(InProcessHandle):
         super().__init__(replica, name=name)
         self._limit_s = limit_s
 
+    @property
+    def is_placed(self) -> bool:
+        return False
+
     async def placed(self) -> None:
         await asyncio.sleep(3600.0 if self._limit_s is None else self._limit_s)
         raise PlacementError(SENTENCE)
+
+    async def call(self, method, *args, timeout_s=None, **kwargs):
+        await self.placed()
 
 
 def spawning(stage, limits):
@@ -65,5 +73,25 @@ def test_a_replica_that_finds_no_machine_is_given_up_with_both_numbers(stage):
             # Once, and not as often as a command that may be broken.
             assert stage.kinds("h100-1").count("replica_retired") == 1
             assert stage.status("h100-1").incarnation == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_fleet_that_stops_does_not_wait_for_a_machine_that_may_come_in_ten_minutes(stage):
+    async def scenario():
+        async with stage:
+            spawning(stage, {"h100-0": 600.0})
+            fleet = stage.make_fleet(stage.spec("h100-0", needs=H100), stage.spec("h100-1"))
+            starting = asyncio.create_task(fleet.start(0))
+            await stage.until(lambda: stage.routed("h100-1"), timeout_s=60.0)
+            waits = fleet._slots[0]._handle
+            assert stage.status("h100-0").reason == "waiting for a machine with h100"
+            began_s = time.monotonic()
+            await fleet.stop()
+            assert time.monotonic() - began_s < 6.0  # the other one's polite end, not 600
+            # Killed, which takes its request for a machine back.
+            assert waits._target is None
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
 
     asyncio.run(scenario())
