@@ -66,7 +66,18 @@ _OWN_ENVIRONMENT = {
 
 
 def _prepare_environment(*, is_joined: bool) -> None:
-    """Ray reads its environment once, when it is imported; call before that, keep it after."""
+    """Ray reads its environment once, when it is imported; call before that, keep it after.
+
+    Raises:
+        LaunchError: a Ray of the run's own would ask for a token that this process cannot show.
+    """
+    is_known = os.environ.get("RAY_AUTH_MODE") == _OWN_ENVIRONMENT["RAY_AUTH_MODE"]
+    if not is_joined and "ray" in sys.modules and not is_known:
+        raise LaunchError(
+            "launch: ray was imported in this process before rlmix could set its access token, so "
+            "a Ray of the run's own would refuse this process; start runs from a process that has "
+            "not imported ray, or set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before importing it"
+        )
     os.environ.update(_RAY_ENVIRONMENT)
     if not is_joined:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

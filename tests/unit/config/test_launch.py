@@ -1,8 +1,11 @@
 """Launch targets, and the examples of docs/cluster: their schemas, and commands that compose."""
 
+import importlib.metadata
+import json
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +61,22 @@ def test_the_commands_of_an_example_compose_for_its_target(name: str) -> None:
         assert config.run.dir.endswith("/runs")
 
 
-def test_the_ray_up_example_is_what_ray_s_own_schema_allows() -> None:
-    from ray.autoscaler._private.util import prepare_config, validate_config
+def validated(document: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    """What Ray's own schema says, in a process of its own: a Ray that was imported before a run
+    could set its environment cannot be started by tests that follow in this one."""
+    program = (
+        "import json, sys; from ray.autoscaler._private.util import prepare_config, validate_config;"
+        "validate_config(prepare_config(json.load(sys.stdin)))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program], input=json.dumps(document), capture_output=True, text=True
+    )
 
+
+def test_the_ray_up_example_is_what_ray_s_own_schema_allows() -> None:
     document = yaml.safe_load((CLUSTER / "ray.yaml").read_text())
-    validate_config(prepare_config(document))
-    misspelt = {**document, "max_workerz": 1}
-    with pytest.raises(Exception, match="max_workerz"):
-        validate_config(prepare_config(misspelt))
+    assert validated(document).returncode == 0
+    assert "max_workerz" in validated({**document, "max_workerz": 1}).stderr
     kinds = document["available_node_types"]
     assert kinds[document["head_node_type"]]["max_workers"] == 0
     labels = {
@@ -90,9 +101,7 @@ def test_the_raycluster_has_one_group_for_each_kind_of_gpu_with_its_label() -> N
     spec = cluster["spec"]
     assert (cluster["apiVersion"], spec["enableInTreeAutoscaling"]) == ("ray.io/v1", True)
     assert spec["autoscalerOptions"]["version"] == "v2"
-    import ray
-
-    assert spec["rayVersion"] == ray.__version__
+    assert spec["rayVersion"] == importlib.metadata.version("ray")
     chips = config_of().accelerators
     groups = spec["workerGroupSpecs"]
     assert len({group["groupName"] for group in groups}) == len(groups)

@@ -18,6 +18,22 @@ from rlmix.launch.reaper import run_processes
 pytestmark = pytest.mark.slow
 
 
+def test_a_process_that_imported_ray_before_is_told_at_once(tmp_path: Path) -> None:
+    """Its Ray would ask for a token that the process does not know, for minutes."""
+    program = (
+        "import ray, sys; from pathlib import Path; from rlmix.launch.ray import RayCluster;"
+        "RayCluster.start('test', num_cpus=1, log_dir=Path(sys.argv[1]))"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "LaunchError: launch: ray was imported in this process before rlmix" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 class Counter:
     """Plain methods: one at a time."""
 
