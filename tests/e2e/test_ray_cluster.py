@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -187,3 +188,69 @@ def test_a_node_dies_and_its_pool_recovers_on_the_others(
     assert sum(row["rollout/sessions"] for row in rows) == 6 * 8
     assert all(row["reward/mean"] is not None for row in rows)
     run.assert_no_process_left()
+
+
+def scale_pools(root: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """As a cloud's hook would call it."""
+    rlmix = str(Path(sys.executable).with_name("rlmix"))
+    return subprocess.run(
+        [rlmix, "scale", "pools", "--dir", str(root), *arguments],
+        env=environment(), capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+
+
+def test_a_node_with_notice_drains_and_its_replica_comes_back_on_another_node_only(
+    clusters: Callable[..., Any], start_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    spot = {"num_cpus": 2, "resources": {"b200_unit": 2}}
+    cluster, nodes = clusters({"num_cpus": 64}, spot, spot)
+    run = start_run(
+        "notice", f"launch.address={cluster.address}", "+launch.resources.b200=b200_unit",
+        "pools.b200.replicas=2", "loop.steps=6", "loop.min_step_s=10", "launch.boot_timeout_s=200",
+        "launch.place_timeout_s=100",
+    )  # fmt: skip
+
+    def ready() -> list[dict[str, Any]]:
+        return [event for event in run.events("replica_ready") if event["pool"] == "b200"]
+
+    run.wait_until(lambda: len(ready()) >= 2, "two replicas of b200", limit_s=280)
+    run.wait_until(lambda: len(run.rows()) >= 1, "a step", limit_s=200)
+    leaver = node_of(ready()[0]["pid"], nodes)
+    there = sorted(e["replica"] for e in ready() if node_of(e["pid"], nodes) is leaver)
+    before = len(ready())
+
+    # All nodes of this machine have one host name and one address, so only the id will do.
+    wrong = scale_pools(tmp_path, "--leave", "gpu-77")
+    assert (wrong.returncode, "the cluster has none of that name" in wrong.stderr) == (2, True)
+    assert leaver.node_id[:8] in wrong.stderr
+    notice_s = time.monotonic()
+    told = scale_pools(tmp_path, "--json", "--leave", leaver.node_id, "--within", "15")
+    assert told.returncode == 0, told.stderr[-3000:]
+    document = json.loads(told.stdout)
+    drained_s = time.monotonic() - notice_s
+    assert document["operation"]["status"] == "done"
+    assert sorted(document["operation"]["replicas"]) == there
+    (machine,) = [one for one in document["machines"] if one["is_leaving"]]
+    assert machine["id"] == leaver.node_id
+    again = scale_pools(tmp_path, "--json", "--leave", leaver.node_id)
+    assert json.loads(again.stdout)["operation"]["id"] == document["operation"]["id"]
+    run.wait_until(
+        lambda: {event["replica"] for event in ready()[before:]} >= set(there),
+        "replicas on the other node",
+        limit_s=200,
+    )
+    back_s = time.monotonic() - notice_s
+    survivor = next(node for node in nodes if node is not leaver)
+    for event in ready()[before:]:
+        assert node_of(event["pid"], [survivor]) is survivor
+    cluster.remove_node(leaver, allow_graceful=False)  # Nobody is on it any more.
+    code, _ = run.finish()
+    assert code == 0, run.stderr()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert not run.events("replica_dead")
+    assert [event["replicas"] for event in run.events("machine_leaves")] == [there]
+    assert sum(row["rollout/sessions"] for row in rows) == 6 * 8
+    assert all(row["rollout/void_frac"] == 0 for row in rows)
+    run.assert_no_process_left()
+    print(f"drained after {drained_s:.1f} s, served elsewhere after {back_s:.1f} s")

@@ -64,7 +64,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
         "studies",
     ),
     "transformers": ("model", "trainer", "diff"),
-    "ray": ("launch/ray.py", "launch/each_node.py"),
+    "ray": ("launch/ray.py", "launch/actor.py", "launch/each_node.py"),
     "hydra": ("config/compose.py",),
     "omegaconf": ("config/compose.py",),
     "sglang": ("engine",),

@@ -60,6 +60,23 @@ OperationId = Annotated[
 Cancel = Annotated[
     str | None, typer.Option("--cancel", metavar="ID", help="Undo a change that is under way.")
 ]
+Leave = Annotated[
+    str | None,
+    typer.Option(
+        "--leave",
+        metavar="HOST",
+        help="Drain a machine that is about to go; host name, address or id.",
+    ),
+]
+Stay = Annotated[
+    str | None, typer.Option("--stay", metavar="HOST", help="Take --leave of a machine back.")
+]
+Within = Annotated[
+    float | None,
+    typer.Option(
+        "--within", min=0, metavar="SECONDS", help="With --leave: then sessions move; or drain_s."
+    ),
+]
 
 REPLICAS = re.compile(r"([A-Za-z0-9_-]+)=([+-]?[0-9][0-9.,_e]*)")
 """A pool and its replicas. Groups choose files by name and keys have dots, so neither is meant."""
@@ -86,6 +103,9 @@ def scale_pools(
     wait: Wait = 600.0,
     operation_id: OperationId = None,
     cancel: Cancel = None,
+    leave: Leave = None,
+    stay: Stay = None,
+    within: Within = None,
     tune: Tune = None,
     knob: Knobs = None,
     load: LoadFile = None,
@@ -100,6 +120,7 @@ def scale_pools(
     rlmix scale pools                                            the newest running run
     rlmix scale pools h100=2 a100=0                              change it, and follow the change
     rlmix scale pools scaling.auto=true                          let it change itself
+    rlmix scale pools --leave gpu-7 --within 90                  its machine goes in 90 seconds
     rlmix scale pools --dry-run experiment=qwen36_mixed          the best mix for the demand
     rlmix scale pools --dry-run h100=3 a100=0                    what a change would do
     rlmix scale pools --simulate experiment=qwen36_mixed         mixed, planned, homogeneous
@@ -127,12 +148,15 @@ def scale_pools(
                 wait_s=wait,
                 operation_id=operation_id,
                 cancel=cancel,
+                leave=leave,
+                stay=stay,
+                within_s=within,
             )
         )
-    if run or watch or cancel or operation_id:
+    if run or watch or cancel or operation_id or leave or stay or within is not None:
         raise ConfigError(
-            "scale pools: --run, --watch, --id and --cancel are for a running run; leave out "
-            "--dry-run, --simulate and --tune"
+            "scale pools: --run, --watch, --id, --cancel, --leave, --stay and --within are for a "
+            "running run; leave out --dry-run, --simulate and --tune"
         )
     config = _config(overrides, replicas, conf_dir)
     if tune is not None:

@@ -33,6 +33,12 @@ class LiveRequest:
     """Longest time to follow an operation; 0: do not."""
     operation_id: str | None
     cancel: str | None
+    leave: str | None
+    """Machine that is about to go."""
+    stay: str | None
+    """Machine that does not go after all."""
+    within_s: float | None
+    """Time that the sessions of the one that leaves have."""
 
 
 def answer_live(asked: LiveRequest) -> Answer:
@@ -46,6 +52,12 @@ def answer_live(asked: LiveRequest) -> Answer:
     if asked.cancel is not None:
         operation = client.cancel(asked.cancel, "cancelled by hand")
         return _followed(client, operation, asked)
+    if asked.leave is not None:
+        operation = client.leave(asked.leave, asked.within_s, "told to leave")
+        return _followed(client, operation, asked)
+    if asked.stay is not None:
+        client.stay(asked.stay, "told to stay")
+        return _shown(client.pools())
     settings = _settings(asked) if asked.overrides else {}
     if settings:
         client.change_settings(settings)
@@ -69,6 +81,15 @@ def _check(asked: LiveRequest) -> None:
     changes = bool(asked.replicas or asked.overrides)
     if asked.cancel is not None and (changes or asked.operation_id is not None):
         raise ConfigError("scale pools: --cancel goes alone; give the change in another command")
+    machine = asked.leave or asked.stay
+    others = changes or asked.watch or asked.cancel is not None or asked.operation_id is not None
+    if machine is not None and (others or (asked.leave and asked.stay)):
+        raise ConfigError(
+            "scale pools: --leave and --stay go alone, with --run, --wait and --within; give the "
+            "change in another command"
+        )
+    if asked.within_s is not None and asked.leave is None:
+        raise ConfigError("scale pools: --within is the time of a machine that goes; give --leave")
     if asked.watch and (changes or asked.cancel is not None):
         raise ConfigError(
             "scale pools: --watch only shows; a change is followed without it (see --wait)"

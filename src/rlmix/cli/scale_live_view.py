@@ -27,6 +27,15 @@ def live_view(document: Mapping[str, Any]) -> "RenderableType":
             f"{pool['usd_per_hour']:.2f}",
             _state(pool),
         )
+    machines = new_table("machine", "address", "id", "replicas", "state")
+    for machine in document["machines"]:
+        machines.add_row(
+            machine["host"],
+            machine["address"],
+            machine["id"][:8],
+            " ".join(machine["replicas"]),
+            "leaves" if machine["is_leaving"] else "",
+        )
     modelled = ", modelled: the accelerators are emulated" if document["is_modelled"] else ""
     lines = [
         f"{document['run']}: step {document['step']}, {document['phase']}; "
@@ -36,7 +45,8 @@ def live_view(document: Mapping[str, Any]) -> "RenderableType":
     ]
     if "note" in document:
         lines.append(f"! {document['note']}")
-    return Group(table, *(Text(line) for line in lines if line))
+    tables = [table, machines] if document["machines"] else [table]
+    return Group(*tables, *(Text(line) for line in lines if line))
 
 
 def progress_line(operation: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlmix.core.errors import LaunchError
+from rlmix.core.machine import Machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +37,11 @@ class Handle(Protocol):
     def is_placed(self) -> bool:
         """False while the object waits for a machine: there is nobody to ask anything, and a call
         would wait as long. Whoever ends it then kills it, which takes its request back."""
+        ...
+
+    @property
+    def machine(self) -> Machine | None:
+        """Where it is; None before it is placed, and where there is the one machine only."""
         ...
 
     async def call(
@@ -67,9 +73,10 @@ class Handle(Protocol):
 class InProcessHandle:
     """Calls go straight to the object. `kill` calls the object's own `kill`, where it has one."""
 
-    def __init__(self, target: object, *, name: str) -> None:
+    def __init__(self, target: object, *, name: str, machine: Machine | None = None) -> None:
         self._target: object | None = target
         self.name = name
+        self.machine = machine
 
     @property
     def is_placed(self) -> bool:

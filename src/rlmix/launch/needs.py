@@ -6,13 +6,14 @@ has 80 GB) name a custom resource for the accelerator instead: nodes have one un
 accelerator. Invariant: emulated pools ask for nothing unless a resource is named for them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlmix.launch.handle import Needs
 
 TYPE_LABEL = "ray.io/accelerator-type"
 NO_LABEL = "none"
+NODE_LABEL = "ray.io/node-id"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +65,13 @@ def bundle_of(needs: Needs | None, *, num_cpus: float) -> dict[str, float]:
         bundle |= {"GPU": needs.gpus} if needs.gpus else {}
         bundle |= needs.resources
     return bundle
+
+
+def labels_without(labels: Mapping[str, str], machine_ids: Collection[str]) -> dict[str, str]:
+    """A selector of Ray's for nodes with these labels that are none of those machines."""
+    if not machine_ids:
+        return dict(labels)
+    return {**labels, NODE_LABEL: f"!in({', '.join(sorted(machine_ids))})"}
 
 
 def not_placed(

@@ -11,7 +11,6 @@ namespace, own access token. Of a cluster that was joined only the run's actors 
 """
 
 import asyncio
-import inspect
 import logging
 import os
 import re
@@ -21,15 +20,15 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlmix.core.addresses import NODE_VARIABLE
 from rlmix.core.errors import LaunchError, PlacementError
+from rlmix.core.machine import Machine
+from rlmix.launch.actor import Host, node_address
 from rlmix.launch.handle import Needs
-from rlmix.launch.needs import NodeSeen, bundle_of, not_placed
+from rlmix.launch.needs import NODE_LABEL, NodeSeen, bundle_of, labels_without, not_placed
 from rlmix.launch.process import log_tail
 from rlmix.launch.reaper import TAG_VARIABLE, Reaper
 
@@ -84,77 +83,6 @@ def _prepare_environment(*, is_joined: bool) -> None:
         os.environ.update(_OWN_ENVIRONMENT)
 
 
-class _Host:
-    """Runs inside the actor's process: owns one object and runs its methods.
-
-    Coroutine methods run on the actor's event loop, all at once. Plain methods run one at a time
-    on one thread that never changes (torch keeps thread pools per thread), so that the actor
-    still answers while a training step runs.
-    """
-
-    def __init__(self, payload: bytes, log_path: str, environment: dict[str, str]) -> None:
-        # First of all, before anything heavy is imported: output and environment.
-        fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(fd, 1)
-        os.dup2(fd, 2)
-        os.close(fd)
-        os.environ.update(environment)
-        os.environ[NODE_VARIABLE] = _node_address()
-        _show_own_accelerators()
-        _log_to_stderr()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="actor")
-        self._payload = payload
-        self._target: Any = None
-        self._made: asyncio.Task[None] | None = None
-
-    async def here(self) -> bool:
-        """Answered as soon as the actor has a machine."""
-        return True
-
-    async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._made is None:
-            self._made = asyncio.ensure_future(self._make())
-        await asyncio.shield(self._made)
-        function = getattr(self._target, method)
-        if inspect.iscoroutinefunction(function):
-            return await function(*args, **kwargs)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
-
-    async def _make(self) -> None:
-        from ray import cloudpickle
-
-        def make() -> Any:
-            cls, args, kwargs = cloudpickle.loads(self._payload)
-            return cls(*args, **kwargs)
-
-        loop = asyncio.get_running_loop()
-        self._target = await loop.run_in_executor(self._thread, make)
-
-
-def _show_own_accelerators() -> None:
-    """Ray may be told not to set this; an engine must see those that were given to its actor."""
-    import ray
-
-    if given := ray.get_runtime_context().get_accelerator_ids().get("GPU"):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(given)
-
-
-def _node_address() -> str:
-    import ray
-
-    return str(ray.util.get_node_ip_address())
-
-
-def _log_to_stderr() -> None:
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-        force=True,
-    )
-
-
 class ActorHandle:
     """The driver's end of one actor. Satisfies `rlmix.launch.handle.Handle`."""
 
@@ -180,6 +108,7 @@ class ActorHandle:
         self._on_kill = on_kill
         self.name = name
         self.log_path = log_path
+        self.machine: Machine | None = None
 
     @property
     def is_placed(self) -> bool:
@@ -195,7 +124,7 @@ class ActorHandle:
         waiter = asyncio.wrap_future(self._actor.here.remote().future())
         try:
             async with asyncio.timeout(self._place_limit_s):
-                await asyncio.shield(waiter)
+                self.machine = await asyncio.shield(waiter)
         except TimeoutError:
             assert self._place is not None
             sentence = await asyncio.to_thread(self._place)
@@ -273,6 +202,7 @@ class RayCluster:
         """Living actor -> what it holds or waits for, and the labels of its node."""
         self._is_open = True
         self._place_limit_s: float | None = None
+        self._avoided: frozenset[str] = frozenset()
         self.tag = tag
         self.log_dir = log_dir
         self.temp_dir = temp_dir
@@ -378,7 +308,34 @@ class RayCluster:
     @property
     def node_address(self) -> str:
         """Of this machine, as the others of the cluster reach it."""
-        return _node_address()
+        return node_address()
+
+    @property
+    def own_machine(self) -> str:
+        """Id of the machine that this process is on."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
+    def machines(self) -> list[Machine]:
+        """Those of the cluster that are alive."""
+        import ray
+
+        return [
+            Machine(
+                id=node["NodeID"],
+                address=node["NodeManagerAddress"],
+                host=node["NodeManagerHostname"],
+            )
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+
+    def avoid(self, machine_ids: Collection[str]) -> None:
+        """From now on no actor is put on these machines; those that are there stay. The whole list
+        each time."""
+        self._avoided = frozenset(machine_ids)
+        self._tell_autoscaler()
 
     def spawn(
         self,
@@ -412,8 +369,9 @@ class RayCluster:
 
         log_path = self.log_dir / f"{log_name or name}.log"
         payload = cloudpickle.dumps((cls, tuple(args), dict(kwargs or {})))
+        labels = {} if needs is None else dict(needs.labels)
         actor = (
-            ray.remote(_Host)
+            ray.remote(Host)
             .options(
                 name=name,
                 num_cpus=num_cpus,
@@ -421,16 +379,16 @@ class RayCluster:
                 max_restarts=0,
                 num_gpus=needs.gpus if needs is not None and needs.gpus else None,
                 resources=dict(needs.resources) if needs is not None else None,
-                label_selector=dict(needs.labels) if needs is not None and needs.labels else None,
+                label_selector=labels_without(labels, self._avoided) or None,
             )
             .remote(payload, str(log_path.absolute()), dict(env or {}))
         )
         limit_s = self._place_limit_s
 
         def place() -> str:
-            return not_placed(name, needs, seen_nodes(), num_cpus=num_cpus, limit_s=limit_s or 0.0)
+            nodes = [n for n in seen_nodes() if n.labels.get(NODE_LABEL) not in self._avoided]
+            return not_placed(name, needs, nodes, num_cpus=num_cpus, limit_s=limit_s or 0.0)
 
-        labels = {} if needs is None else dict(needs.labels)
         self._asked[name] = (bundle_of(needs, num_cpus=num_cpus), labels)
         self._tell_autoscaler()
         return ActorHandle(
@@ -455,7 +413,9 @@ class RayCluster:
 
         request_resources(
             bundles=[bundle for bundle, _ in self._asked.values()],
-            bundle_label_selectors=[labels for _, labels in self._asked.values()],
+            bundle_label_selectors=[
+                labels_without(labels, self._avoided) for _, labels in self._asked.values()
+            ],
         )
 
     def stop(self) -> int:

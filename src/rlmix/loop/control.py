@@ -22,6 +22,8 @@ from rlmix.scaling.operation import Operation
 MAX_BODY_BYTES = 1 << 20
 ANY_ADDRESS = ("0.0.0.0", "::")
 
+Leave = Callable[[str, float | None, str], Awaitable[Operation]]
+"""(machine, seconds that its sessions have, reason) -> the operation that drains it."""
 Ask = Callable[[Mapping[str, int], str, str], Awaitable[Operation]]
 """(targets, id, reason) -> the operation."""
 
@@ -40,6 +42,8 @@ class ControlServer:
         find: Callable[[str], Operation],
         cancel: Callable[[str, str], Operation],
         change: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        leave: Leave,
+        stay: Callable[[str, str], Awaitable[Operation | None]],
     ) -> None:
         """
         Args:
@@ -55,6 +59,8 @@ class ControlServer:
         self._find = find
         self._cancel = cancel
         self._change = change
+        self._leave = leave
+        self._stay = stay
         self._key = secrets.token_urlsafe(24)
         self._runner: web.AppRunner | None = None
         self.url = ""
@@ -69,6 +75,8 @@ class ControlServer:
                 web.get("/operations/{id}", self._operation),
                 web.post("/operations/{id}/cancel", self._undo),
                 web.post("/settings", self._settings),
+                web.post("/machines/leave", self._machine_leaves),
+                web.post("/machines/stay", self._machine_stays),
             ]
         )
         self._runner = web.AppRunner(app, access_log=None)
@@ -123,6 +131,18 @@ class ControlServer:
     async def _settings(self, request: web.Request) -> web.Response:
         body = orjson.loads(await request.read())
         return _reply({"settings": self._change(dict(body["settings"]))})
+
+    async def _machine_leaves(self, request: web.Request) -> web.Response:
+        body = orjson.loads(await request.read())
+        within_s = body.get("within_s")
+        limit_s = None if within_s is None else float(within_s)
+        reason = str(body.get("reason", "asked for"))
+        return _reply(operation_to_dict(await self._leave(str(body["machine"]), limit_s, reason)))
+
+    async def _machine_stays(self, request: web.Request) -> web.Response:
+        body = orjson.loads(await request.read())
+        operation = await self._stay(str(body["machine"]), str(body.get("reason", "asked for")))
+        return _reply({} if operation is None else operation_to_dict(operation))
 
 
 def _reply(document: Mapping[str, Any], *, status: int = 200) -> web.Response:

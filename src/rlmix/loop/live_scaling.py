@@ -5,7 +5,7 @@ everything that changes pools goes through the one scaler.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from rlmix.config.schema.train import TrainConfig
@@ -13,6 +13,7 @@ from rlmix.core.addresses import bind_address
 from rlmix.core.errors import ConfigError
 from rlmix.loop.autoscale import Autoscaler, TrainerSeen
 from rlmix.loop.control import ControlServer
+from rlmix.loop.departures import Cluster, Departures
 from rlmix.loop.fleets import further_replica
 from rlmix.loop.rollout import Rollout
 from rlmix.loop.scale_document import operation_line, scale_document
@@ -55,6 +56,7 @@ class LiveScaling:
         self._scaler: Scaler | None = None
         self._autoscaler: Autoscaler | None = None
         self._control: ControlServer | None = None
+        self._departures: Departures | None = None
         self._rollout: Rollout | None = None
 
     def starting_replicas(self) -> dict[str, int]:
@@ -70,6 +72,10 @@ class LiveScaling:
         write_state(self._run.path, self._restart.to_keep())
         return dict(self._restart.replicas)
 
+    def leaving(self) -> Collection[str]:
+        """Ids of the machines that a former attempt was told of."""
+        return self._restart.state.leaving
+
     async def start(
         self,
         *,
@@ -77,6 +83,7 @@ class LiveScaling:
         router: RouterAdmin,
         rollout: Rollout,
         loop: TrainingLoop,
+        cluster: Cluster,
         on_held: Callable[[Mapping[str, int]], None],
         show: Callable[[], Mapping[str, Any]],
     ) -> None:
@@ -106,6 +113,13 @@ class LiveScaling:
             on_event=run.events.append,
             on_held=on_held,
         )
+        departures = self._departures = Departures(
+            cluster=cluster,
+            scaler=scaler,
+            fleet=fleet,
+            drain_s=lambda: config.scaling.drain_s,
+            on_event=run.events.append,
+        )
         self._autoscaler = Autoscaler(
             config=config,
             plan=plan,
@@ -126,6 +140,8 @@ class LiveScaling:
             find=scaler.operation,
             cancel=lambda name, reason: scaler.cancel(name, reason=reason),
             change=self._change,
+            leave=lambda name, within_s, why: departures.leave(name, within_s=within_s, reason=why),
+            stay=lambda name, why: departures.stay(name, reason=why),
         )
         scaler.start()
         if self._restart.again:
@@ -201,4 +217,5 @@ class LiveScaling:
             state=scaler.state,
             is_auto=self._config.scaling.auto,
             policy={} if autoscaler is None else autoscaler.status,
+            machines=() if self._departures is None else self._departures.machines(),
         )

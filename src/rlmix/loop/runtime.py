@@ -128,6 +128,12 @@ class Runtime:
         self._exit.callback(evaluator.kill)
         return fleet, evaluator
 
+    @property
+    def cluster(self) -> RayCluster:
+        """After `start_processes`."""
+        assert self._cluster is not None
+        return self._cluster
+
     def on_close(self, callback: Callable[..., object]) -> None:
         """Await `callback` when the runtime closes, before what was started earlier ends."""
         self._exit.push_async_callback(callback)  # type: ignore[arg-type]

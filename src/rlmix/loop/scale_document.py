@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlmix.core.machine import Machine
 from rlmix.plan.runplan import RunPlan
 from rlmix.pools.spec import ReplicaStatus
 from rlmix.scaling.history import ScaleState, operation_to_dict
@@ -22,9 +23,10 @@ def scale_document(
     state: ScaleState,
     is_auto: bool,
     policy: Mapping[str, float | None],
+    machines: Sequence[Machine],
 ) -> dict[str, Any]:
     """JSON values; `load` is the share of the pool's places that is taken, None where none serves,
-    prices are those of what is held now."""
+    prices are those of what is held now. `machines` is empty where the run has the one machine."""
     pools = {}
     for name, pool in plan.pools.items():
         mine = [s for s in statuses if s.pool == name and not s.state.is_final]
@@ -59,6 +61,18 @@ def scale_document(
         "auto": is_auto,
         "policy": dict(policy),
         "is_modelled": plan.is_modelled,
+        "machines": [
+            {
+                "id": machine.id,
+                "address": machine.address,
+                "host": machine.host,
+                "is_leaving": machine.id in state.leaving,
+                "replicas": [
+                    s.name for s in statuses if s.machine is not None and s.machine.id == machine.id
+                ],
+            }
+            for machine in machines
+        ],
     }
 
 

@@ -1,9 +1,12 @@
 """What the state of a slot and of the router means for a step of a scale operation. Pure."""
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from rlmix.pools.spec import BringUp, ReplicaStatus, SlotState
-from rlmix.scaling.operation import GROWING, Happened, Outcome, ReplicaProgress, Step
+from rlmix.scaling.operation import GROWING, Happened, Operation, Outcome, ReplicaProgress, Step
 
 REACHED = {
     BringUp.BOOTING: Step.BOOTING,
@@ -57,3 +60,20 @@ def _of_growth(name: str, step: Step, status: ReplicaStatus | None) -> Happened 
         return None
     is_past = status.is_routed or GROWING.index(REACHED[status.bring_up]) > GROWING.index(step)
     return Happened(replica=name, step=step, outcome=Outcome.DONE) if is_past else None
+
+
+def counts(status: ReplicaStatus) -> bool:
+    """It is one of the replicas that its pool has."""
+    return not (status.state.is_final or status.is_leaving)
+
+
+def held_replicas(statuses: Iterable[ReplicaStatus]) -> dict[str, int]:
+    """Pool -> replicas that are paid for: all that were ordered and are not given back."""
+    return dict(Counter(s.pool for s in statuses if not s.state.is_final))
+
+
+def facts_of(operation: Operation) -> dict[str, Any]:
+    """For an event, whose reason is told apart."""
+    facts = operation.to_event()
+    del facts["reason"]
+    return facts

@@ -9,14 +9,12 @@ budget allow only the other order; sessions that have nowhere to go are left to 
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from rlmix.core.errors import ConfigError, EngineError, LaunchError
-from rlmix.loop.scale_news import Sessions, news_of
+from rlmix.loop.scale_news import Sessions, counts, facts_of, held_replicas, news_of
 from rlmix.pools.callbacks import OnEvent
 from rlmix.pools.fleet import Fleet
 from rlmix.pools.spec import ReplicaSpec, ReplicaStatus, SlotState
@@ -33,6 +31,8 @@ from rlmix.scaling.operation import (
     begin,
     cancel,
     check_deadlines,
+    join,
+    stay,
 )
 from rlmix.scaling.policy import FleetLimits
 from rlmix.scaling.requests import (
@@ -130,7 +130,7 @@ class Scaler:
             self._on_event(
                 "scale_left_open",
                 "the pools end while it is under way; a resumed run continues it",
-                **_facts(running),
+                **facts_of(running),
             )
 
     def raise_failure(self) -> None:
@@ -147,7 +147,7 @@ class Scaler:
                 accelerator=facts.accelerator,
                 gpus=facts.gpus,
                 usd_per_hour=facts.usd_per_hour,
-                replicas=sum(_counts(s) for s in statuses if s.pool == name),
+                replicas=sum(counts(s) for s in statuses if s.pool == name),
                 draining=sum(s.is_leaving for s in statuses if s.pool == name),
                 is_held=any(s.is_held for s in statuses if s.pool == name),
             )
@@ -200,12 +200,45 @@ class Scaler:
             )
             self._specs = added
             self._grows_first = grows_first(targets, pools=sizes, limits=limits)
-            self._told_waiting = set()
-            self._keep(operation)
-            kind = "scale_done" if operation.status.is_final else "scale_started"
-            self._on_event(kind, reason, **_facts(operation))
-            self._give(operation, tasks)
+            self._begin(operation, tasks, reason)
             return operation
+
+    async def move(
+        self, names: Collection[str], *, operation_id: str, drain_s: float, reason: str
+    ) -> Operation:
+        """Drain replicas whose machine leaves, and let their slots find another one. Goes with the
+        operation that is under way, or begins one of that id."""
+        async with self._asking:
+            moved = {s.name: s.pool for s in self._fleet.status() if s.name in names}
+            if (busy := self._state.running) is not None:
+                joined = join(busy, moved, drain_s=drain_s, now_s=self._clock())
+                self._accept(busy, joined)
+                return self._state.operations[busy.id]
+            sizes = self.sizes()
+            number = {pool: sizes[pool].replicas for pool in moved.values()}
+            operation, tasks = begin(
+                operation_id, number, replicas_from=number, added={}, removed={}, moved=moved,
+                drain_s=drain_s, now_s=self._clock(), known=self._state.operations,
+            )  # fmt: skip
+            self._specs = {}
+            self._begin(operation, tasks, reason)
+            return operation
+
+    def stay(self, names: Collection[str], *, reason: str) -> None:
+        """Take `move` back for those that are still there."""
+        if (busy := self._state.running) is not None:
+            self._accept(busy, stay(busy, names, reason=reason, now_s=self._clock()))
+
+    def keep_leaving(self, leaving: Mapping[str, str]) -> None:
+        """Remember the machines that were told to leave, for the next attempt."""
+        self._put(replace(self._state, leaving=dict(leaving)))
+
+    def _begin(self, operation: Operation, tasks: tuple[Task, ...], reason: str) -> None:
+        self._told_waiting = set()
+        self._keep(operation)
+        kind = "scale_done" if operation.status.is_final else "scale_started"
+        self._on_event(kind, reason, **facts_of(operation))
+        self._give(operation, tasks)
 
     def cancel(self, operation_id: str, *, reason: str) -> Operation:
         """Undo what an operation did, as far as it can be undone; one that is over stays as it is.
@@ -214,6 +247,11 @@ class Scaler:
             ConfigError: there is none of that id.
         """
         operation = self.operation(operation_id)
+        if operation.replicas and all(one.is_move for one in operation.replicas.values()):
+            raise ConfigError(
+                f"scale operation {operation_id}: its machine leaves whatever is asked of the "
+                "pools; `rlmix scale pools --stay HOST` takes that back"
+            )
         self._accept(operation, cancel(operation, reason=reason, now_s=self._clock()))
         return self._state.operations[operation_id]
 
@@ -244,7 +282,7 @@ class Scaler:
                     in_flight=(sessions or {}).get(status.name, Sessions()).in_flight,
                 )
                 for status in statuses
-                if status.pool == pool and _counts(status)
+                if status.pool == pool and counts(status)
             ]
             removed |= dict.fromkeys(choose_removed(candidates, max(-change, 0)), pool)
         return added, removed
@@ -281,7 +319,7 @@ class Scaler:
             )  # fmt: skip
             if news is not None:
                 if news.outcome is Outcome.LOST:
-                    await self._fleet.remove(name)
+                    await self._end(name, operation)
                 self._accept(operation, advance(operation, news, now_s=self._clock()))
         operation = self._state.running
         if operation is not None:
@@ -319,7 +357,7 @@ class Scaler:
         """A replica that was given up is a removal that nobody announced: a spot machine taken
         back. The last one stays, so that the run says why it ends."""
         lost = [s for s in statuses.values() if s.state is SlotState.RETIRED and s.has_served]
-        alive = [s for s in statuses.values() if _counts(s)]
+        alive = [s for s in statuses.values() if counts(s)]
         if not lost or not alive:
             return
         one = lost[0]
@@ -340,7 +378,7 @@ class Scaler:
         operation, _ = advance(operation, happened, now_s=self._clock())
         self._keep(operation)
         await self._fleet.remove(one.name)
-        self._on_event("scale_done", f"lost without notice: {one.reason}", **_facts(operation))
+        self._on_event("scale_done", f"lost without notice: {one.reason}", **facts_of(operation))
 
     async def _sessions(self) -> dict[str, Sessions] | None:
         """Replica -> its sessions; None while the router cannot be asked."""
@@ -360,7 +398,7 @@ class Scaler:
             return
         self._keep(operation)
         for name, one in operation.replicas.items():
-            if one.step is not before.replicas[name].step:
+            if name not in before.replicas or one.step is not before.replicas[name].step:
                 self._on_event(
                     "scale_step",
                     one.reason or f"{name} is {one.step.value.replace('_', ' ')}",
@@ -371,7 +409,7 @@ class Scaler:
                 )
         if operation.status is not before.status:
             reason = operation.reason or "every replica has arrived"
-            self._on_event(f"scale_{operation.status.value}", reason, **_facts(operation))
+            self._on_event(f"scale_{operation.status.value}", reason, **facts_of(operation))
         self._give(operation, tasks)
 
     def _give(self, operation: Operation, tasks: tuple[Task, ...]) -> None:
@@ -395,9 +433,10 @@ class Scaler:
             doing.add_done_callback(partial(self._done, task.replica))
 
     def _must_wait(self, operation: Operation, task: Task) -> bool:
-        if operation.status is not Status.RUNNING:
+        if operation.status is not Status.RUNNING or operation.replicas[task.replica].is_move:
             return False
-        under_way = [one for one in operation.replicas.values() if not one.step.is_final]
+        every = operation.replicas.values()
+        under_way = [one for one in every if not (one.step.is_final or one.is_move)]
         if self._grows_first:
             return task.step is Step.CLOSING and any(one.is_growth for one in under_way)
         return task.step is Step.BOOTING and any(not one.is_growth for one in under_way)
@@ -417,7 +456,7 @@ class Scaler:
                     await self._fleet.empty(name)
                 case Step.STOPPING:
                     async with asyncio.timeout(REMOVE_LIMIT_S):
-                        await self._fleet.remove(name)
+                        await self._end(name, self._state.running)
         except (LaunchError, EngineError, TimeoutError) as error:
             failure = str(error) or f"{task.step.value} took more than {REMOVE_LIMIT_S:g} s"
         self.changed_s = self._clock()
@@ -428,6 +467,13 @@ class Scaler:
         outcome = Outcome.FAILED if failure else Outcome.DONE
         happened = Happened(replica=name, step=task.step, outcome=outcome, reason=failure)
         self._accept(operation, advance(operation, happened, now_s=self._clock()))
+
+    async def _end(self, name: str, operation: Operation | None) -> None:
+        """Its slot goes, or is filled again where only the machine had to go."""
+        if operation is not None and operation.replicas[name].is_move:
+            await self._fleet.vacate(name, "its machine leaves")
+        else:
+            await self._fleet.remove(name)
 
     def _done(self, name: str, task: "asyncio.Task[None]") -> None:
         self._doing.pop(name, None)
@@ -448,20 +494,3 @@ class Scaler:
 
 async def _raise(error: BaseException) -> None:
     raise error
-
-
-def _facts(operation: Operation) -> dict[str, Any]:
-    """For an event, whose reason is told apart."""
-    facts = operation.to_event()
-    del facts["reason"]
-    return facts
-
-
-def _counts(status: ReplicaStatus) -> bool:
-    """It is one of the replicas that its pool has."""
-    return not (status.state.is_final or status.is_leaving)
-
-
-def held_replicas(statuses: Iterable[ReplicaStatus]) -> dict[str, int]:
-    """Pool -> replicas that are paid for: all that were ordered and are not given back."""
-    return dict(Counter(s.pool for s in statuses if not s.state.is_final))

@@ -201,6 +201,7 @@ class _Training:
             for warning in info.warnings:
                 run.events.append("sandbox_warning", warning)
         counts = self.scaling.starting_replicas()
+        runtime.cluster.avoid(self.scaling.leaving())
         fleet = runtime.start_fleet(
             training_fleet(self.plan, config, run, model_dir=self.model_dir, counts=counts),
             held_version=lambda: self.progress.step,
@@ -253,6 +254,7 @@ class _Training:
             router=runtime.router,
             rollout=rollout,
             loop=self.loop,
+            cluster=runtime.cluster,
             on_held=lambda held: self.costs.observe(time.monotonic(), held),
             show=lambda: state_to_dict(self.view.state()),
         )

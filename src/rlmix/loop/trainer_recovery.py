@@ -25,6 +25,7 @@ class RecoveringTrainer:
     """Satisfies `launch.handle.Handle`."""
 
     name = "trainer"
+    machine = None
 
     def __init__(
         self,

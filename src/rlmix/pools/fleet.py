@@ -113,12 +113,28 @@ class Fleet:
         else:
             return
         self._slots.remove(slot)
+        await self._end_task(name)
+        await slot.end("the pool was made smaller")
+
+    async def vacate(self, name: str, reason: str) -> None:
+        """End the replica of a slot, which is then filled again in the background; one that is not
+        there is gone already."""
+        slot = next((slot for slot in self._slots if slot.spec.name == name), None)
+        if slot is None:
+            return
+        try:
+            await slot.empty()
+            await self._end_task(name)
+        finally:  # Also where a limit of the caller's ended this: no slot is left without a task.
+            slot.again(reason)
+            self._fill(slot)
+
+    async def _end_task(self, name: str) -> None:
         if task := self._tasks.pop(name, None):
             task.cancel()
             (result,) = await asyncio.gather(task, return_exceptions=True)
             if isinstance(result, Exception):
                 log.error("pools: the task of %s failed", name, exc_info=result)
-        await slot.end("the pool was made smaller")
 
     def _fill(self, slot: Slot) -> None:
         slot.set_target(self._version)

@@ -33,7 +33,7 @@ from rlmix.pools.spec import (
     SlotState,
     UpdateReport,
 )
-from rlmix.pools.status import status_of
+from rlmix.pools.status import record_of, status_of
 from rlmix.pools.watching import Gone, until_due, until_gone
 from rlmix.router.client import RouterAdmin
 from rlmix.weights.store import version_dir
@@ -89,11 +89,11 @@ class Slot:
             window_s=fleet.restart_window_s,
             delay_s=fleet.restart_delay_s,
         )
-        self._handle: Handle | None = None
+        self.handle: Handle | None = None
         self._target = 0
         self._refused_version = -1
         self._is_registered = False
-        self._cache_salt = ""
+        self.cache_salt = ""
         self._hold_reason = ""
         self.leaving = Leaving.NO
         self.bring_up = BringUp.BOOTING
@@ -212,7 +212,7 @@ class Slot:
                 )
                 await asyncio.sleep(delay_s)
         finally:
-            if self._handle is not None:
+            if self.handle is not None:
                 await self._stop_replica()
 
     def status(self) -> ReplicaStatus:
@@ -220,24 +220,7 @@ class Slot:
 
     def router_record(self) -> dict[str, Any] | None:
         """What the router must hold about the slot now; None when it must not serve."""
-        is_out = self.is_held or self.leaving is Leaving.EMPTIED
-        if not self.is_serving or self.info is None or is_out:
-            return None
-        return {
-            "pool": self.spec.pool,
-            "url": self.info.url,
-            "numerics_key": self.info.numerics_key,
-            "view": self.spec.view,
-            "speed": self.spec.speed,
-            "max_running": self.spec.max_running,
-            "version": self.version,
-            # Updating is short, and requests wait for its end in the engine: to take all
-            # replicas out of rotation for it would only make a herd afterwards.
-            "state": "draining" if self.is_leaving else "ready",
-            "cache_salt": self._cache_salt,
-            # A server that is not the run's own has a key of its own, which the router finds there.
-            **({"token_env": self.spec.token_env} if self.spec.url and self.spec.token_env else {}),
-        }
+        return record_of(self)
 
     async def register(self) -> None:
         """Put the slot's facts into the router; a router that is away is told again later."""
@@ -254,21 +237,21 @@ class Slot:
 
     async def _bring_up(self) -> None:
         self.incarnation += 1
-        self._handle = None
+        self.handle = None
         if self.spec.needs is not None:
             # Before its turn to boot: one that finds no machine holds up nobody else.
             self._enter(SlotState.STARTING, f"waiting for a machine with {self.spec.needs.kind}")
-            self._handle = self._spawn(self.spec, self.incarnation)
-            await self._handle.placed()
+            self.handle = self._spawn(self.spec, self.incarnation)
+            await self.handle.placed()
         async with self._boots:
             version = self._target
             self.version, self.info, self.load = None, None, None
-            self._cache_salt = ""
+            self.cache_salt = ""
             self.bring_up = BringUp.BOOTING
             self._enter(SlotState.STARTING, f"booting version {version}")
             started_s = time.monotonic()
-            if self._handle is None:
-                self._handle = self._spawn(self.spec, self.incarnation)
+            if self.handle is None:
+                self.handle = self._spawn(self.spec, self.incarnation)
             with self._reading(version):
                 await self._stage(version)
                 self.info = await self._call(
@@ -306,11 +289,11 @@ class Slot:
 
     async def _serve(self) -> None:
         """Watch and update until the replica is gone; raises what ended it."""
-        assert self._handle is not None
+        assert self.handle is not None
         progress = ProgressWatch(moved_s=time.monotonic())
         answered_s = time.monotonic()
         report_s = min(LOADS_TIMEOUT_S, self._fleet.stall_timeout_s / 2)
-        watch = asyncio.create_task(self._handle.call("watch"), name=f"watch {self.spec.name}")
+        watch = asyncio.create_task(self.handle.call("watch"), name=f"watch {self.spec.name}")
         try:
             while True:
                 if self.is_held:
@@ -323,7 +306,7 @@ class Slot:
                     progress = ProgressWatch(moved_s=time.monotonic())
                 try:
                     self.load = await until_gone(
-                        watch, self._handle.call("loads", timeout_s=report_s)
+                        watch, self.handle.call("loads", timeout_s=report_s)
                     )
                     answered_s = now_s = time.monotonic()
                     stalled_s = progress.stalled_s(self.load, now_s=now_s)
@@ -395,7 +378,7 @@ class Slot:
         cached under the new salt."""
         folder, limit_s = self._folder(version), self.spec.update_timeout_s * 2
         await self._call("pause_for", folder, self._fleet.pause_mode, limit_s=limit_s)
-        self._cache_salt = salt = f"v{version}"
+        self.cache_salt = salt = f"v{version}"
         await self._tell_router(self._router.put_replica(self.spec.name, cache_salt=salt))
 
     @contextmanager
@@ -410,9 +393,9 @@ class Slot:
         """The router first, so that no further request goes there; then the process."""
         self._enter(state, reason)
         await self._leave_router("quarantined" if state is SlotState.QUARANTINED else "dead")
-        if self._handle is not None:
-            self._handle.kill()
-            self._handle = None
+        if self.handle is not None:
+            self.handle.kill()
+            self.handle = None
 
     async def _leave_router(self, state: str) -> None:
         self.routed_version = None
@@ -422,7 +405,7 @@ class Slot:
 
     async def _stop_replica(self) -> None:
         """The polite end, when the slot itself ends; one without a machine has nothing to end."""
-        handle, self._handle = self._handle, None
+        handle, self.handle = self.handle, None
         assert handle is not None
         try:
             if not handle.is_placed:
@@ -439,10 +422,15 @@ class Slot:
             self._enter(SlotState.STOPPED, reason)
         await self._tell_router(self._router.delete_replica(self.spec.name))
 
+    def again(self, reason: str) -> None:
+        """After `keep` was cancelled: whoever calls this starts it anew."""
+        self.leaving = Leaving.NO
+        self._enter(SlotState.RESTARTING, reason)
+
     async def _call(self, method: str, *args: Any, limit_s: float, **kwargs: Any) -> Any:
-        assert self._handle is not None
+        assert self.handle is not None
         try:
-            return await self._handle.call(
+            return await self.handle.call(
                 method, *args, timeout_s=limit_s + CALL_MARGIN_S, **kwargs
             )
         except TimeoutError:

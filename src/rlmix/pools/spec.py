@@ -6,6 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from rlmix.core.errors import EngineError
+from rlmix.core.machine import Machine
 from rlmix.launch.handle import Needs
 
 
@@ -248,3 +249,7 @@ class ReplicaStatus:
     bring_up: BringUp
     boot_s: float | None
     """From the last start to the first session; None before it."""
+    machine: Machine | None
+    """Where its process is; None: nowhere yet, or on the run's one machine."""
+    waits_for_machine: bool
+    """It was ordered and has no machine yet."""

@@ -103,6 +103,15 @@ class ControlClient:
         path = f"/operations/{_checked(operation_id)}/cancel"
         return self._ask("POST", path, {"reason": reason})
 
+    def leave(self, machine: str, within_s: float | None, reason: str) -> dict[str, Any]:
+        """The operation that drains a machine."""
+        body = {"machine": machine, "within_s": within_s, "reason": reason}
+        return self._ask("POST", "/machines/leave", body)
+
+    def stay(self, machine: str, reason: str) -> dict[str, Any]:
+        """The operation that drained it; empty where it is forgotten."""
+        return self._ask("POST", "/machines/stay", {"machine": machine, "reason": reason})
+
     def change_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         return self._ask("POST", "/settings", {"settings": dict(settings)})
 

@@ -32,6 +32,8 @@ class ScaleState:
     operations: Mapping[str, Operation] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Key of the configuration -> value that it was given while the run went on."""
+    leaving: Mapping[str, str] = field(default_factory=dict)
+    """Id of a machine that was told to leave -> the operation that drained it."""
 
     @property
     def running(self) -> Operation | None:
@@ -156,6 +158,7 @@ def read_state(folder: Path) -> ScaleState:
             targets=document["targets"],
             operations=operations,
             settings=document["settings"],
+            leaving=document.get("leaving", {}),
         )
     except FileNotFoundError:
         return ScaleState()
@@ -172,6 +175,7 @@ def write_state(folder: Path, state: ScaleState) -> None:
         "targets": dict(state.targets),
         "operations": [operation_to_dict(one) for one in state.operations.values()],
         "settings": dict(state.settings),
+        "leaving": dict(state.leaving),
     }
     write_atomically(folder / STATE_FILE, orjson.dumps(document, option=orjson.OPT_INDENT_2))
 
@@ -192,6 +196,6 @@ def operation_from_dict(document: Mapping[str, Any]) -> Operation:
 def _lost(operation: Operation, pool: str) -> int:
     """Replicas that were there before and are gone although it was undone."""
     return sum(
-        one.pool == pool and not one.is_growth and one.step is Step.GONE
+        one.pool == pool and not (one.is_growth or one.is_move) and one.step is Step.GONE
         for one in operation.replicas.values()
     )

@@ -2,10 +2,12 @@
 
 A loop elsewhere starts and stops replicas. It tells this what happened (`Happened`), and does what
 comes back (`Task`); every step is sent once. A replica that is added goes boot, catch up, verify,
-rotate in; one that is removed goes close, drain, re-home, stop. Invariants: nothing is rotated in
-that was not verified; nothing is stopped before its sessions are drained or re-homed, except where
-it is lost already; an operation that failed or was cancelled ends with the replicas that it began
-with, as far as they still live; the same id with the same targets is the same operation.
+rotate in; one that is removed goes close, drain, re-home, stop. One that moves, because its machine
+leaves, goes like one that is removed, and its slot is filled again elsewhere: the pool's number
+stays, and no rollback brings it back. Invariants: nothing is rotated in that was not verified;
+nothing is stopped before its sessions are drained or re-homed, except where it is lost already; an
+operation that failed or was cancelled ends with the replicas that it began with, as far as they
+still live; the same id with the same targets is the same operation.
 """
 
 from collections.abc import Collection, Mapping
@@ -106,6 +108,10 @@ class ReplicaProgress:
     """When the step began."""
     reason: str = ""
     """Of a failure or loss."""
+    is_move: bool = False
+    """It is drained and its slot is filled again."""
+    drain_s: float | None = None
+    """None: the operation's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,6 +157,7 @@ def begin(
     replicas_from: Mapping[str, int],
     added: Mapping[str, str],
     removed: Mapping[str, str],
+    moved: Mapping[str, str] | None = None,
     drain_s: float,
     now_s: float,
     known: Mapping[str, Operation],
@@ -160,6 +167,7 @@ def begin(
     Args:
         added, removed: replica -> pool, chosen by the caller: free slots to boot; replicas to
             drain, best those with the fewest sessions.
+        moved: replica -> pool, of those whose machine leaves.
         known: operations by id, finished ones too.
     Raises:
         ConfigError: the id belongs to another request, another operation is under way, or the
@@ -191,7 +199,7 @@ def begin(
             (removed, Step.CLOSING, False),
         )
         for name, pool in chosen.items()
-    }
+    } | _moves(moved or {}, drain_s=drain_s, now_s=now_s)
     operation = Operation(
         id=operation_id,
         targets=dict(targets),
@@ -205,6 +213,50 @@ def begin(
     return operation, tuple(
         Task(replica=name, pool=one.pool, step=one.step) for name, one in replicas.items()
     )
+
+
+def join(
+    operation: Operation, moved: Mapping[str, str], *, drain_s: float, now_s: float
+) -> tuple[Operation, tuple[Task, ...]]:
+    """Replicas whose machine leaves, added to what is under way: a machine does not wait. Those
+    that the operation still works on are left to it."""
+    free = {
+        name: pool
+        for name, pool in moved.items()
+        if name not in operation.replicas or operation.replicas[name].step.is_final
+    }
+    moves = _moves(free, drain_s=drain_s, now_s=now_s)
+    operation = replace(operation, replicas={**operation.replicas, **moves})
+    return operation, tuple(
+        Task(replica=name, pool=one.pool, step=one.step) for name, one in moves.items()
+    )
+
+
+def stay(
+    operation: Operation, names: Collection[str], *, reason: str, now_s: float
+) -> tuple[Operation, tuple[Task, ...]]:
+    """Moves that are not over are taken back: their machine does not leave after all."""
+    tasks = []
+    for name in names:
+        one = operation.replicas.get(name)
+        if one is not None and one.is_move and one.step in STILL_WHOLE:
+            operation = _put(operation, name, Step.REOPENING, now_s, reason)
+            tasks.append(Task(replica=name, pool=one.pool, step=Step.REOPENING))
+    return operation, tuple(tasks)
+
+
+def _moves(moved: Mapping[str, str], *, drain_s: float, now_s: float) -> dict[str, ReplicaProgress]:
+    return {
+        name: ReplicaProgress(
+            pool=pool,
+            step=Step.CLOSING,
+            is_growth=False,
+            since_s=now_s,
+            is_move=True,
+            drain_s=drain_s,
+        )
+        for name, pool in moved.items()
+    }
 
 
 def advance(
@@ -242,7 +294,8 @@ def check_deadlines(
     """
     tasks: list[Task] = []
     for name, one in list(operation.replicas.items()):
-        is_due = now_s - one.since_s >= operation.drain_s and name not in kept
+        drain_s = operation.drain_s if one.drain_s is None else one.drain_s
+        is_due = now_s - one.since_s >= drain_s and name not in kept
         if one.step is Step.DRAINING and is_due:
             operation, more = _step(operation, name, Step.REHOMING, now_s)
             tasks += more
@@ -277,7 +330,7 @@ def _roll_back(
         elif one.is_growth and one.step is Step.SERVING:
             # It serves by now: it goes as every serving replica goes, sessions first.
             back = Step.CLOSING
-        elif not one.is_growth and one.step in STILL_WHOLE:
+        elif not (one.is_growth or one.is_move) and one.step in STILL_WHOLE:
             back = Step.REOPENING
         if back is not None:
             operation = _put(operation, name, back, now_s, one.reason)

@@ -76,6 +76,10 @@ def test_a_simulation_sets_fleets_side_by_side_and_its_trace_can_be_replayed(
     [
         (["foo=3", "--dry-run"], "foo=3: no pool 'foo'; pools are b300, b200"),
         (["--dry-run", "--simulate"], "choose one of them"),
+        (["--leave", "gpu-1", "h100=2"], "--leave and --stay go alone"),
+        (["--leave", "gpu-1", "--stay", "gpu-1"], "--leave and --stay go alone"),
+        (["--within", "30"], "--within is the time of a machine that goes; give --leave"),
+        (["--dry-run", "--leave", "gpu-1"], "are for a running run"),
         (["--dry-run", "--trace-out", "x"], "need --simulate"),
         (["--simulate", "--trace-in", "none.jsonl"], "there is no such file"),
         (["h100=2"], "no run is running in runs; start one with `rlmix train`"),

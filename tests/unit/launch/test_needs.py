@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 
 from rlmix.launch.handle import Needs
-from rlmix.launch.needs import TYPE_LABEL, NodeSeen, bundle_of, needs_of, not_placed
+from rlmix.launch.needs import (
+    NODE_LABEL,
+    TYPE_LABEL,
+    NodeSeen,
+    bundle_of,
+    labels_without,
+    needs_of,
+    not_placed,
+)
 
 
 def needs(**changes: Any) -> Needs | None:
@@ -69,3 +77,10 @@ def test_a_refusal_says_what_was_asked_for_and_what_there_is(labels: dict[str, s
         assert "2 of 2 nodes are such" in sentence
         assert "12 GPU of which 5 are free" in sentence
     assert "launch.place_timeout_s" in sentence
+
+
+def test_machines_that_leave_are_kept_out_by_their_id_beside_the_label() -> None:
+    assert labels_without({TYPE_LABEL: "H100"}, []) == {TYPE_LABEL: "H100"}
+    assert labels_without({TYPE_LABEL: "H100"}, {"b2", "a1"}) == {
+        TYPE_LABEL: "H100", NODE_LABEL: "!in(a1, b2)",
+    }  # fmt: skip

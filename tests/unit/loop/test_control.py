@@ -46,6 +46,16 @@ class Desk:
             raise ConfigError("h100=9: above the ceiling of 3")
         return self.operation
 
+    async def leave(self, machine, within_s, reason):
+        self.asked.append((machine, within_s, reason))
+        if machine == "nobody":
+            raise ConfigError("machine 'nobody': there are gpu-1")
+        return self.operation
+
+    async def stay(self, machine, reason):
+        self.asked.append((machine, reason))
+        return
+
     def find(self, name):
         return self.operation
 
@@ -64,6 +74,7 @@ def serve(run, talk):
             show=lambda: state_to_dict(STATE),
             ask=desk.ask, find=desk.find, cancel=desk.cancel,
             change=lambda settings: {**settings, "told": True},
+            leave=desk.leave, stay=desk.stay,
         )  # fmt: skip
         await server.start()
         try:
@@ -95,6 +106,21 @@ def test_pools_operations_and_settings_go_through_the_file_in_the_run_s_folder(r
 
     serve(run, talk)
     assert not (run.path / CONTROL_FILE).exists()
+
+
+def test_a_machine_leaves_within_its_time_and_stays_again(run):
+    def talk(folder, desk):
+        client = ControlClient.of_run(folder)
+        assert client.leave("gpu-1", 90.0, "notice")["id"] == "x"
+        client.leave("gpu-1", None, "notice")
+        assert client.stay("gpu-1", "false alarm") == {}
+        assert desk.asked == [
+            ("gpu-1", 90.0, "notice"), ("gpu-1", None, "notice"), ("gpu-1", "false alarm"),
+        ]  # fmt: skip
+        with pytest.raises(ConfigError, match=r"^machine 'nobody': there are gpu-1$"):
+            client.leave("nobody", None, "notice")
+
+    serve(run, talk)
 
 
 def test_a_refusal_is_the_run_s_own_sentence(run):

@@ -46,7 +46,7 @@ def test_replicas_in_actors_update_and_are_replaced_whether_engine_or_actor_dies
             await fleet.start(0)
             await fleet.roll_out(1)
             await fleet.wait_for_version(1, timeout_s=10)
-            actors = [slot._handle for slot in fleet._slots]
+            actors = [slot.handle for slot in fleet._slots]
             actor_pids = [await actor.call("process_id") for actor in actors]
             # One loses its engine, the other its actor; the engine dies with the actor.
             engine_pids = [status.pid for status in fleet.status()]

@@ -38,6 +38,19 @@ class Training:
     last_metrics: dict[str, float] = field(default_factory=dict)
 
 
+class OneMachine:
+    """A Ray of the run's own."""
+
+    is_joined = False
+    own_machine = "here"
+
+    def machines(self):
+        return []
+
+    def avoid(self, machine_ids):
+        assert not machine_ids
+
+
 class Attempt:
     """One attempt of a run, with a fleet of embedded engines behind a real router."""
 
@@ -64,7 +77,7 @@ class Attempt:
         )  # fmt: skip
         await self.scaling.start(
             fleet=fleet, router=self.stage.router, rollout=self.rollout, loop=Training(),
-            on_held=lambda held: None, show=dict,
+            cluster=OneMachine(), on_held=lambda held: None, show=dict,
         )  # fmt: skip
         return ControlClient.of_run(self.run.path)
 
@@ -106,6 +119,9 @@ def test_a_pool_grows_through_the_endpoint_and_the_next_attempt_has_it_from_the_
         assert ready(document) == {"b200": 1, "a100": 1}
         assert document["pools"]["a100"]["load"] == 0.0
         assert document["usd_per_hour"] == pytest.approx(5.0 + 1.71)
+        assert document["machines"] == []
+        with pytest.raises(ConfigError, match="a Ray of its own on one machine"):
+            await asyncio.to_thread(client.leave, "gpu-1", None, "notice")
         await asyncio.to_thread(client.scale, "up", {"a100": 2}, "by hand")
         assert (await over(client, "up"))["status"] == "done"
         document = await asyncio.to_thread(client.pools)

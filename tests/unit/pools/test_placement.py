@@ -84,7 +84,7 @@ def test_a_fleet_that_stops_does_not_wait_for_a_machine_that_may_come_in_ten_min
             fleet = stage.make_fleet(stage.spec("h100-0", needs=H100), stage.spec("h100-1"))
             starting = asyncio.create_task(fleet.start(0))
             await stage.until(lambda: stage.routed("h100-1"), timeout_s=60.0)
-            waits = fleet._slots[0]._handle
+            waits = fleet._slots[0].handle
             assert stage.status("h100-0").reason == "waiting for a machine with h100"
             began_s = time.monotonic()
             await fleet.stop()

@@ -1,5 +1,7 @@
 """What a run remembers of its scale operations, and where the next attempt takes over."""
 
+from dataclasses import replace
+
 import pytest
 
 from rlmix.core.errors import DataError
@@ -51,6 +53,23 @@ def test_a_finished_operation_moves_the_targets_and_one_that_was_undone_does_not
     assert FRESH.with_operation(finished(begun())).targets == {"h100": 2, "a100": 0}
     undone, _ = cancel(begun(), reason="no", now_s=2.0)
     assert FRESH.with_operation(finished(undone)).targets == CONFIGURED
+
+
+def test_a_replica_that_moved_is_no_loss_and_machines_that_leave_are_remembered(tmp_path):
+    operation, _ = begin(
+        "leave-1", {"h100": 1}, replicas_from={"h100": 1}, added={}, removed={},
+        moved={"h100-0": "h100"}, drain_s=5.0, now_s=1.0, known={},
+    )  # fmt: skip
+    assert FRESH.with_operation(finished(operation)).targets == CONFIGURED
+    gone = Happened(replica="h100-0", step=Step.CLOSING, outcome=Outcome.LOST)
+    undone, _ = advance(cancel(operation, reason="no", now_s=2.0)[0], gone, now_s=3.0)
+    assert FRESH.with_operation(undone).targets == CONFIGURED
+    state = replace(FRESH.with_operation(operation), leaving={"node": "leave-1"})
+    write_state(tmp_path, state)
+    assert read_state(tmp_path) == state
+    # The next attempt has its replicas elsewhere from the start.
+    next_one = restart(state, CONFIGURED)
+    assert (next_one.replicas, next_one.state.leaving) == (CONFIGURED, {"node": "leave-1"})
 
 
 def test_old_operations_leave_the_state_and_the_one_under_way_stays():

@@ -17,6 +17,8 @@ from rlmix.scaling.operation import (
     begin,
     cancel,
     check_deadlines,
+    join,
+    stay,
 )
 
 
@@ -201,3 +203,54 @@ def test_whatever_happens_it_ends_and_nothing_unverified_serves(seed: int) -> No
     assert served <= verified
     if operation.status is not Status.DONE:
         assert all(one.step is Step.GONE for one in operation.replicas.values() if one.is_growth)
+
+
+def moving(**known: Operation) -> tuple[Operation, tuple[Task, ...]]:
+    return begin(
+        "leave-1", {"h100": 2}, replicas_from={"h100": 2}, added={}, removed={},
+        moved={"h100-0": "h100"}, drain_s=20.0, now_s=0.0, known=known,
+    )  # fmt: skip
+
+
+def test_a_replica_that_moves_drains_like_one_that_goes_and_its_pool_keeps_its_number() -> None:
+    operation, tasks = moving()
+    assert steps(tasks) == [("h100-0", Step.CLOSING)]
+    operation, tasks = tell(operation, "h100-0", Step.CLOSING)
+    assert steps(tasks) == [("h100-0", Step.DRAINING)]
+    # Draining since 10 s: its own 20 s are over at 30.
+    assert check_deadlines(operation, now_s=29.9)[1] == ()
+    operation, tasks = check_deadlines(operation, now_s=30.0)
+    assert steps(tasks) == [("h100-0", Step.REHOMING)]
+    operation, _ = tell(operation, "h100-0", Step.REHOMING)
+    operation, _ = tell(operation, "h100-0", Step.STOPPING)
+    assert (operation.status, operation.targets) == (Status.DONE, {"h100": 2})
+
+
+def test_a_machine_that_leaves_joins_what_is_under_way_and_no_rollback_brings_it_back() -> None:
+    operation, _ = start()
+    operation, tasks = join(
+        operation, {"h100-0": "h100", "a100-0": "a100"}, drain_s=5.0, now_s=10.0
+    )
+    # a100-0 is on its way out already.
+    assert steps(tasks) == [("h100-0", Step.CLOSING)]
+    assert not operation.replicas["a100-0"].is_move
+    operation, _ = tell(operation, "h100-0", Step.CLOSING)
+    operation, tasks = cancel(operation, reason="no", now_s=11.0)
+    assert sorted(steps(tasks)) == [("a100-0", Step.REOPENING), ("h100-2", Step.STOPPING)]
+    assert operation.replicas["h100-0"].step is Step.DRAINING
+    # Its own deadline, not the 30 s of the operation.
+    assert steps(check_deadlines(operation, now_s=15.0)[1]) == [("h100-0", Step.REHOMING)]
+
+
+def test_a_machine_that_stays_after_all_opens_what_still_drains() -> None:
+    operation, _ = moving()
+    operation, _ = tell(operation, "h100-0", Step.CLOSING)
+    operation, tasks = stay(operation, ["h100-0", "h100-1"], reason="stays", now_s=11.0)
+    assert steps(tasks) == [("h100-0", Step.REOPENING)]
+    operation, _ = tell(operation, "h100-0", Step.REOPENING)
+    assert operation.status is Status.DONE
+    # What is being stopped is not opened any more.
+    operation, _ = moving()
+    operation, _ = tell(operation, "h100-0", Step.CLOSING)
+    operation, _ = tell(operation, "h100-0", Step.DRAINING)
+    assert stay(operation, ["h100-0"], reason="stays", now_s=11.0) == (operation, ())
