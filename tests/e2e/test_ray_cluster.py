@@ -254,3 +254,40 @@ def test_a_node_with_notice_drains_and_its_replica_comes_back_on_another_node_on
     assert all(row["rollout/void_frac"] == 0 for row in rows)
     run.assert_no_process_left()
     print(f"drained after {drained_s:.1f} s, served elsewhere after {back_s:.1f} s")
+
+
+def test_images_are_pulled_on_every_node_before_a_run(
+    clusters: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tmp_path / "bin" / "docker"
+    engine.parent.mkdir()
+    # Has nothing, and cannot pull what is called broken.
+    engine.write_text(
+        f'#!/bin/sh\necho "$PPID $*" >> {tmp_path}/words\n[ "$1" = pull ] || exit 1\n'
+        '[ "$3" != broken:1 ] || { echo "denied: broken:1" >&2; exit 1; }\n'
+    )
+    engine.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{engine.parent}:{os.environ['PATH']}")
+    cluster, _ = clusters({"num_cpus": 2}, {"num_cpus": 2})
+
+    def pull(image: str) -> "subprocess.CompletedProcess[str]":
+        rlmix = str(Path(sys.executable).with_name("rlmix"))
+        return subprocess.run(
+            [rlmix, "tasks", "pull", "--json", "experiment=tiny", "sandbox.backend=docker",
+             f"sandbox.image={image}", "launch=ray", f"launch.address={cluster.address}",
+             "net.bind=node", f"run.dir={tmp_path}"],
+            env=environment(), capture_output=True, text=True, timeout=200, check=False,
+        )  # fmt: skip
+
+    good = pull("base:1")
+    assert good.returncode == 0, good.stderr[-3000:]
+    machines = json.loads(good.stdout)["machines"]
+    assert [machine["pulled"] for machine in machines] == [["base:1"], ["base:1"]]
+    # By a process of each node.
+    words = (tmp_path / "words").read_text().splitlines()
+    pulls = [line.split(maxsplit=1) for line in words if " pull " in line]
+    assert len({pid for pid, _ in pulls}) == 2
+    bad = pull("broken:1")
+    assert bad.returncode == 1
+    failed = [machine["failed"] for machine in json.loads(bad.stdout)["machines"]]
+    assert failed == [[{"image": "broken:1", "why": "denied: broken:1"}]] * 2

@@ -1,4 +1,4 @@
-"""`rlmix tasks prepare|check`: make repository tasks that cannot leak their fix, and prove them."""
+"""`rlmix tasks prepare|check|pull`: repository tasks that cannot leak their fix, proved, staged."""
 
 import asyncio
 import os
@@ -12,6 +12,7 @@ import typer
 
 from rlmix.cli.answer import Answer, answered
 from rlmix.cli.options import AsJson
+from rlmix.cli.tasks_pull import progress, pull
 from rlmix.core.errors import ConfigError, DataError, ExitCode
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ Case = tuple["PublicTask", "HiddenTask", bytes, dict[str, str]]
 """A task's two halves, its reference fix, and the script that makes it where there is no diff."""
 
 app = typer.Typer(help="Prepare repository tasks, and run their gates.", no_args_is_help=True)
+app.command("pull")(pull)
 
 MAX_SHOWN = 30
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="generated, or a public set.")]
@@ -73,7 +75,7 @@ def prepare(
     from rlmix.tasks.sources.hub import fetch, is_elsewhere
 
     data = fetch(path, revision=revision) if is_elsewhere(path) else Path(path)
-    with _progress("preparing") as step:
+    with progress("preparing") as step:
         done = prepare_set(
             source,
             data,
@@ -121,7 +123,7 @@ def check(
 ) -> Answer:
     """Run the gates: the reference always earns 1, no change always 0. Writes what fails."""
     cases = list(_cases(source, path, seed=seed, limit=limit))
-    with _progress("checking", total=len(cases)) as step:
+    with progress("checking", total=len(cases)) as step:
         results = asyncio.run(
             _check_all(cases, runs=runs, timeout_s=timeout_s, jobs=jobs, backend=backend, step=step)
         )
@@ -291,28 +293,6 @@ def _write_exclusions(path: Path, results: "list[GateResult]") -> None:
             f"--path {path}: what the gates found cannot be written there ({error.strerror}); give "
             "a copy that you may write to"
         ) from None
-
-
-class _progress:
-    """A bar on stderr while tasks are worked on, with the name of the last one begun."""
-
-    def __init__(self, verb: str, total: int | None = None) -> None:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        self._bar = Progress(console=Console(stderr=True), transient=True)
-        self._task = self._bar.add_task(verb, total=total)
-        self._verb = verb
-
-    def __enter__(self) -> Any:
-        self._bar.start()
-        return self._step
-
-    def _step(self, task_id: str) -> None:
-        self._bar.update(self._task, advance=1, description=f"{self._verb} {task_id}")
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
 
 
 def _table(title: str, rows: list[tuple[str, ...]], total: int) -> "RenderableType":

@@ -45,7 +45,12 @@ class _Asked:
 
 
 def ask_each_node(
-    address: str, function: Callable[[Any], Any], argument: Any, *, limit_s: float
+    address: str,
+    function: Callable[[Any], Any],
+    argument: Any,
+    *,
+    limit_s: float,
+    on_answer: Callable[[str], None] = lambda address: None,
 ) -> list[NodeAnswer]:
     """Call `function(argument)` on every living machine, all at once.
 
@@ -53,6 +58,7 @@ def ask_each_node(
         address: of the cluster, as `launch.address`.
         function: importable there; its result can be pickled.
         limit_s: for each machine's answer.
+        on_answer: told the address of each machine that has answered.
     Raises:
         LaunchError: no cluster answers at `address`.
     """
@@ -61,12 +67,18 @@ def ask_each_node(
             address, "rlmix-doctor", log_dir=Path(folder), place_limit_s=limit_s
         )
         try:
-            return _ask(function, argument, limit_s=limit_s)
+            return _ask(function, argument, limit_s=limit_s, on_answer=on_answer)
         finally:
             cluster.stop()
 
 
-def _ask(function: Callable[[Any], Any], argument: Any, *, limit_s: float) -> list[NodeAnswer]:
+def _ask(
+    function: Callable[[Any], Any],
+    argument: Any,
+    *,
+    limit_s: float,
+    on_answer: Callable[[str], None],
+) -> list[NodeAnswer]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -80,7 +92,14 @@ def _ask(function: Callable[[Any], Any], argument: Any, *, limit_s: float) -> li
         for node in nodes
     ]
     answers = [actor.ask.remote(function, argument) for actor in actors]
-    ray.wait(answers, num_returns=len(answers), timeout=limit_s)
+    asked_of = {
+        ref: str(node["NodeManagerAddress"]) for node, ref in zip(nodes, answers, strict=True)
+    }
+    waiting, deadline_s = answers, time.monotonic() + limit_s
+    while waiting and (left_s := deadline_s - time.monotonic()) > 0:
+        done, waiting = ray.wait(waiting, num_returns=1, timeout=left_s)
+        for ref in done:
+            on_answer(asked_of[ref])
     return [
         _answer(node, actor, ref, limit_s=limit_s)
         for node, actor, ref in zip(nodes, actors, answers, strict=True)

@@ -152,8 +152,8 @@ def _refusals(facts: SetFacts, *, backend: str, disk_mib: int) -> list[str]:
             absent = sorted({t.image for t in tasks if t.image and t.image not in known})
             if absent:
                 found.append(
-                    f"images that {backend} does not have: {_named(absent)}; get each with "
-                    f"`{backend} pull IMAGE`"
+                    f"images that {backend} does not have: {_named(absent)}; get them with "
+                    "`rlmix tasks pull` and the same keys"
                 )
     else:
         lost = [task.rootfs for task in tasks if task.rootfs and not task.has_rootfs]

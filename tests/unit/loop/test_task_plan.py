@@ -58,5 +58,6 @@ def test_an_engine_is_asked_which_images_it_has(
     assert found is not None
     # Its image has no programs here, but an engine would start it by its name.
     assert found.refusals == (
-        "images that podman does not have: hub/pack:1; get each with `podman pull IMAGE`",
+        "images that podman does not have: hub/pack:1; get them with `rlmix tasks pull` and the "
+        "same keys",
     )

@@ -84,7 +84,8 @@ def test_an_engine_needs_names_of_images_and_the_images() -> None:
     names = frozenset({"hub/a:1"})
     found = plan(task("a"), task("b", image="hub/b:1"), backend="docker", engine_images=names)
     assert found.refusals == (
-        "images that docker does not have: hub/b:1; get each with `docker pull IMAGE`",
+        "images that docker does not have: hub/b:1; get them with `rlmix tasks pull` and the same "
+        "keys",
     )
     # Unpacked folders are of no use to an engine, so their absence is no fault either.
     assert plan(task("a", has_rootfs=False), backend="docker").refusals == ()
