@@ -168,7 +168,7 @@ class Slot:
         end the slot."""
         try:
             while True:
-                was_refused = False
+                was_refused = is_unplaced = False
                 try:
                     if self.is_held:
                         raise _Held(self._hold_reason)
@@ -181,10 +181,11 @@ class Slot:
                 except Gone as gone:
                     await self._take_down(SlotState.DEAD, str(gone))
                 except (LaunchError, WeightSyncError) as error:
-                    is_unplaced = isinstance(error, PlacementError) and not self.has_served
-                    state = SlotState.RETIRED if is_unplaced else SlotState.DEAD
+                    is_unplaced = isinstance(error, PlacementError)
+                    is_given_up = is_unplaced and not self.has_served
+                    state = SlotState.RETIRED if is_given_up else SlotState.DEAD
                     await self._take_down(state, str(error))
-                    if is_unplaced:
+                    if is_given_up:
                         return
                 except PlanMismatch as error:
                     await self._take_down(SlotState.RETIRED, str(error))
@@ -194,7 +195,8 @@ class Slot:
                     was_refused = isinstance(error, AdmissionRefused)
                 if self.is_leaving:
                     return
-                delay_s = self._next_delay_s()
+                # Asking again for a machine is no restart: nothing was started that is broken.
+                delay_s = self._fleet.restart_delay_s if is_unplaced else self._next_delay_s()
                 if delay_s is None and was_refused:
                     # Not broken, not trusted: the run goes on without it.
                     self._hold_reason = self.reason

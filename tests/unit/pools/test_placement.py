@@ -95,3 +95,22 @@ def test_a_fleet_that_stops_does_not_wait_for_a_machine_that_may_come_in_ten_min
             await asyncio.gather(starting, return_exceptions=True)
 
     asyncio.run(scenario())
+
+
+def test_a_replica_that_served_asks_for_a_machine_as_often_as_it_takes(stage):
+    async def scenario():
+        async with stage:
+            limits = {}
+            spawning(stage, limits)
+            fleet = stage.make_fleet(stage.spec("h100-0", needs=H100), max_restarts=1)
+            await fleet.start(0)
+            limits["h100-0"] = 0.05  # Its machine leaves, and there is no other one.
+            await fleet.vacate("h100-0", "its machine leaves")
+            await stage.until(lambda: stage.kinds("h100-0").count("replica_dead") >= 4)
+            assert stage.status("h100-0").state is not SlotState.RETIRED
+            limits.clear()
+            await stage.until(
+                lambda: stage.status("h100-0").state is SlotState.READY, timeout_s=30.0
+            )
+
+    asyncio.run(scenario())
