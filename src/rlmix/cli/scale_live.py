@@ -152,7 +152,8 @@ def _followed(
 
     deadline_s = time.monotonic() + asked.wait_s
     say = _teller()
-    while operation["status"] not in FINAL and time.monotonic() < deadline_s:
+    is_departure = asked.leave is not None
+    while not is_over(operation, is_departure=is_departure) and time.monotonic() < deadline_s:
         say(progress_line(operation))
         time.sleep(LOOK_S)
         operation = client.operation(operation["id"])
@@ -160,8 +161,9 @@ def _followed(
     document = client.pools() | {"operation": operation}
     if settings:
         document["settings"] = dict(settings)
+    is_open = not is_over(operation, is_departure=is_departure)
     is_good = operation["status"] == ("done" if asked.cancel is None else "cancelled")
-    is_open = operation["status"] not in FINAL
+    is_good = not is_open if is_departure else is_good
     if is_open and asked.wait_s > 0:
         document["note"] = (
             f"{operation['id']} is still under way after {asked.wait_s:g} s; it goes on by itself: "
@@ -172,6 +174,14 @@ def _followed(
         document["note"] = f"{operation['id']} was over already; nothing was undone"
     code = ExitCode.GOOD if is_good or (is_open and asked.wait_s == 0) else ExitCode.CHECK_FAILED
     return _shown(document, code=code)
+
+
+def is_over(operation: Mapping[str, Any], *, is_departure: bool) -> bool:
+    """A machine is left when its replicas are, whatever else the operation that they joined does."""
+    if operation["status"] in FINAL:
+        return True
+    moves = [one for one in operation["replicas"].values() if one["is_move"]]
+    return is_departure and all(one["step"] in ("gone", "serving") for one in moves)
 
 
 def _watched(client: "ControlClient") -> Answer:

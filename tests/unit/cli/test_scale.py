@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlmix.cli.scale import split_arguments
+from rlmix.cli.scale_live import is_over
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 SHORT = ("scaling.simulate.hours=1", "loop.sessions_per_step=64", "scaling.simulate.turns_spread=0")
@@ -19,6 +20,16 @@ def test_a_bare_pool_name_scales_and_everything_else_is_config() -> None:
         {"h100": 3, "a100": 0},
         ["pools.b200.tp=1", "experiment=tiny", "+x=1", "pools=two"],
     )
+
+
+def test_a_machine_is_left_when_its_replicas_are_though_a_growth_that_they_joined_goes_on() -> None:
+    grows = {"step": "booting", "is_move": False}
+    operation = {"status": "running", "replicas": {"h100-2": grows}}
+    for step, is_left in (("draining", False), ("stopping", False), ("gone", True)):
+        operation["replicas"] = {"h100-2": grows, "h100-0": {"step": step, "is_move": True}}
+        assert is_over(operation, is_departure=True) is is_left
+        assert not is_over(operation, is_departure=False)
+    assert is_over({**operation, "status": "failed"}, is_departure=True)
 
 
 def test_a_dry_run_plans_for_the_demand_and_starts_nothing(rlmix: Run, tmp_path: Path) -> None:
