@@ -65,8 +65,8 @@ def validated(document: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     """What Ray's own schema says, in a process of its own: a Ray that was imported before a run
     could set its environment cannot be started by tests that follow in this one."""
     program = (
-        "import json, sys; from ray.autoscaler._private.util import prepare_config, validate_config;"
-        "validate_config(prepare_config(json.load(sys.stdin)))"
+        "import json, sys; from ray.autoscaler._private import util;"
+        "util.validate_config(util.prepare_config(json.load(sys.stdin)))"
     )
     return subprocess.run(
         [sys.executable, "-c", program], input=json.dumps(document), capture_output=True, text=True
