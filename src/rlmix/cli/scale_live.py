@@ -177,7 +177,7 @@ def _followed(
 
 
 def is_over(operation: Mapping[str, Any], *, is_departure: bool) -> bool:
-    """A machine is left when its replicas are, whatever else the operation that they joined does."""
+    """A machine is left when its replicas are, whatever else the operation they joined does."""
     if operation["status"] in FINAL:
         return True
     moves = [one for one in operation["replicas"].values() if one["is_move"]]
