@@ -4,10 +4,10 @@
     .venv/bin/python scripts/demand_doubles.py --json experiment=tiny     two pools: starts sooner
 
 It starts `rlmix train` with `scaling.auto=false` and measures what the pools finish; gives the
-trainer a pace that takes 70 % of it (`loop.min_step_s`) and lets the policy act: nothing should
-happen. Then `loop.sessions_per_step` is doubled from outside, and the operations that the policy
-begins are printed. Each phase that is over is a line on stderr. Exit 1 when it began none after
-the doubling, or one before.
+trainer a pace that takes 70 % of it (`loop.min_step_s`), waits until steps are as slow as that,
+and lets the policy act: nothing should happen. Then `loop.sessions_per_step` is doubled from
+outside, and the operations that the policy begins are printed. Each phase that is over is a line
+on stderr. Exit 1 when it began none after the doubling, or one before.
 """
 
 import argparse
@@ -29,7 +29,10 @@ USED_FRAC = 0.7
 """Of what the pools can, before the doubling: twice as much is 1.4 times what they can."""
 QUICK_RULES = {"scaling.every_s": 5.0, "scaling.out_delay_s": 10.0, "scaling.most_changes": 2}
 """A run of minutes cannot wait for rules of hours."""
-CALM_STEPS = 3
+PACED_STEPS = 3
+"""Steps at the new pace before the policy may act: it judges by the last ones."""
+CALM_STEPS = 2
+"""Steps in which the policy may act and should not."""
 
 
 def rows(path: Path, file: str) -> list[dict[str, Any]]:
@@ -72,9 +75,17 @@ def watch(folder: Path, overrides: list[str], limit_s: float) -> dict[str, Any]:
         per_step = int(first[-1]["rollout/sessions"])
         tell("measured", since_s, finished_per_s=per_s)
         pace_s = round(per_step / (USED_FRAC * per_s), 1)
-        client.change_settings({**QUICK_RULES, "loop.min_step_s": pace_s, "scaling.auto": True})
-        calm_from = len(rows(path, "metrics.jsonl"))
-        until(lambda: len(rows(path, "metrics.jsonl")) >= calm_from + CALM_STEPS, run, limit_s)
+
+        def steps_pass(number: int) -> None:
+            wanted = len(rows(path, "metrics.jsonl")) + number
+            until(lambda: len(rows(path, "metrics.jsonl")) >= wanted, run, limit_s)
+
+        # What the trainer took before it was given its pace is no demand of the paced one.
+        client.change_settings({**QUICK_RULES, "loop.min_step_s": pace_s})
+        steps_pass(PACED_STEPS)
+        tell("paced", since_s, min_step_s=pace_s)
+        client.change_settings({"scaling.auto": True})
+        steps_pass(CALM_STEPS)
         before = client.pools()
         tell("calm", since_s, policy=before["policy"])
         doubled_s = time.time()
