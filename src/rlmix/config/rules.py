@@ -86,6 +86,10 @@ VERSION = Rule(
     allowed='use text such as "9.0"', accepts=lambda v: re.fullmatch(r"\d+\.\d+", v) is not None
 )
 
+CLUSTER = Rule(
+    allowed="use auto, or HOST:PORT of the head of a Ray cluster",
+    accepts=lambda v: v == "auto" or re.fullmatch(r"[^\s/@]+:\d{1,5}", v) is not None,
+)
 SERVERS = Rule(
     allowed="use a list of addresses such as http://10.0.0.7:7070, without a path",
     accepts=lambda v: all(re.fullmatch(r"https?://[^/\s@]+/?", one) is not None for one in v),
@@ -301,7 +305,7 @@ RULES: dict[str, Rule] = {
     "eval.endpoint_model": or_null(TEXT),
     "eval.every_steps": at_least(0),
     "launch.backend": one_of(names.LAUNCH_BACKENDS),
-    "launch.address": or_null(TEXT),
+    "launch.address": or_null(CLUSTER),
     "launch.place_timeout_s": above(0),
     "launch.resources": RESOURCES,
     "launch.max_parallel_boots": at_least(1),

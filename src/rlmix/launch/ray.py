@@ -30,6 +30,7 @@ from rlmix.launch.actor import Host, node_address
 from rlmix.launch.handle import Needs
 from rlmix.launch.needs import NODE_LABEL, NodeSeen, bundle_of, labels_without, not_placed
 from rlmix.launch.process import log_tail
+from rlmix.launch.reach import unreachable
 from rlmix.launch.reaper import TAG_VARIABLE, Reaper
 
 log = logging.getLogger(__name__)
@@ -276,6 +277,8 @@ class RayCluster:
         Raises:
             LaunchError: no cluster answers there.
         """
+        if why := unreachable(address, os.environ):
+            raise LaunchError(why)
         _prepare_environment(is_joined=True)
         import ray
 

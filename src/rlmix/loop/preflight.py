@@ -12,6 +12,7 @@ from rlmix.config.schema.train import TrainConfig
 from rlmix.core.errors import ConfigError, DataError
 from rlmix.engine.sglang.arguments import refused_arguments
 from rlmix.engine.sglang.environment import is_being_made, is_runnable, sglang_python
+from rlmix.launch.reach import unreachable
 from rlmix.loop.fleets import NO_EVALUATION, evaluating_pool
 from rlmix.plan.capabilities import SGLANG_VERSION
 from rlmix.plan.runplan import RunPlan
@@ -87,6 +88,8 @@ def launch_faults(config: TrainConfig, environ: Mapping[str, str]) -> Iterator[s
             f"launch={backend}: none of {', '.join(MARKS[backend])} is set, so this process is "
             f"{PLACES[backend]}; start it there as docs/cluster.md says, or take launch=ray"
         )
+    elif config.launch.address and (why := unreachable(config.launch.address, environ)):
+        yield why
 
 
 def start_faults(plan: RunPlan, config: TrainConfig, *, devices: Path = DEVICES) -> list[str]:
