@@ -98,7 +98,7 @@ class ControlServer:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode()
+        given = request.headers.get("Authorization", "").encode(errors="replace")
         if not hmac.compare_digest(given, f"Bearer {self._key}".encode()):
             return _reply({"error": "control: the key is missing or wrong"}, status=401)
         try:

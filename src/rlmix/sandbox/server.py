@@ -104,8 +104,9 @@ class SandboxServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self._spec.token}".encode()):
+        # A byte that is no UTF-8 comes as half a character, which encodes to nothing else.
+        given = request.headers.get("Authorization", "").encode(errors="replace")
+        if not hmac.compare_digest(given, f"Bearer {self._spec.token}".encode()):
             return _problem(401, wire.KIND_SANDBOX, "the token is wrong or missing")
         try:
             return await handler(request)

@@ -152,7 +152,9 @@ def test_what_is_no_id_or_no_endpoint_of_a_run_is_one_sentence(run):
 def test_without_the_key_nothing_is_answered_and_from_elsewhere_it_comes_in_the_environment(run):
     def talk(folder, desk):
         known = ControlClient.of_run(folder)
-        for headers in ({}, {"Authorization": "Bearer guess"}, {"Authorization": known._key}):
+        # The last is a byte that is no UTF-8.
+        for word in (None, "Bearer guess", known._key, "Bearer \xe9"):
+            headers = {} if word is None else {"Authorization": word}
             for path in ("/pools", "/view", "/settings", "/no_such_path"):
                 with pytest.raises(HTTPError) as caught:
                     urlopen(Request(known._url + path, headers=headers), timeout=20)

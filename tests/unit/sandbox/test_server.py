@@ -95,6 +95,12 @@ def test_a_request_without_the_token_reaches_nothing(url: str, token: str) -> No
         asyncio.run(scenario())
 
 
+def test_a_token_that_is_no_text_is_a_wrong_one(url: str) -> None:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        ask(url, "GET", "/v1/clients", token="\xe9" * 20)
+    assert caught.value.code == 401
+
+
 def test_another_protocol_or_python_is_told_both_versions(url: str) -> None:
     body = {
         "version": wire.VERSION,
