@@ -16,6 +16,9 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _NOT_SECRET_NAME = re.compile(r"(?:^|_)(?:pad|eos|bos|unk|stop|mask|sep|cls)_token$", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(r"(?:^|_)(?:KEY|PAT|PASSPHRASE|CONNECTION_STRING)$", re.IGNORECASE)
+"""What else a variable is called that holds one; keys of a configuration have such names, too, and
+hold none (`numerics_key`)."""
 _ASSIGNMENT = re.compile(
     r"""^(?P<head>[\s\-+~'"]*(?P<path>[A-Za-z0-9_.@/\-]+)['"]?\s*[=:]\s*)(?P<value>\S.*)$"""
 )
@@ -26,6 +29,11 @@ def is_secret_name(name: str) -> bool:
     return bool(_SECRET_NAME.search(name)) and not _NOT_SECRET_NAME.search(name)
 
 
+def is_secret_variable(name: str) -> bool:
+    """The same for a variable of the environment: also `MY_GATEWAY_KEY` and `GITHUB_PAT`."""
+    return is_secret_name(name) or bool(_SECRET_VARIABLE.search(name))
+
+
 class Redactor:
     """Replaces known secret values; built once per process, so a later `setenv` is not seen."""
 
@@ -33,7 +41,7 @@ class Redactor:
         values = {
             value
             for name, value in environment.items()
-            if is_secret_name(name) and len(value) >= MIN_SECRET_CHARS
+            if is_secret_variable(name) and len(value) >= MIN_SECRET_CHARS
         }
         # Longest first: a secret that contains another one must not leave its tail behind.
         self._values = sorted(values, key=len, reverse=True)

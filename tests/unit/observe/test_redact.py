@@ -33,3 +33,12 @@ def test_override_with_a_prefix_is_blanked() -> None:
 def test_value_of_a_secret_variable_is_found_anywhere() -> None:
     redactor = Redactor({"A_TOKEN": "12345678", "B_TOKEN": "1234567890", "SHORT_TOKEN": "abc"})
     assert redactor.text("x=1234567890 y=12345678 z=abc") == "x=*** y=*** z=abc"
+
+
+def test_a_key_of_any_service_is_a_secret_as_a_variable_and_no_key_of_a_configuration() -> None:
+    """`sglang.api_key_env` may name any variable; `numerics_key` is a key, too."""
+    for name in ("SGLANG_ADMIN_KEY", "MY_GATEWAY_KEY", "GITHUB_PAT", "AZURE_CONNECTION_STRING"):
+        assert Redactor({name: "canary-1234"}).text("said canary-1234") == "said ***"
+    for name in ("KEYBOARD", "SSH_KEY_PATH", "PATH", "MONKEY", "COMPAT"):
+        assert Redactor({name: "canary-1234"}).text("said canary-1234") == "said canary-1234"
+    assert Redactor({}).assignments("numerics_key: h100") == "numerics_key: h100"
