@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 
 from rlmix.config.compose import load_config
+from rlmix.core.errors import ConfigError
+from rlmix.plan.engine_args import argument_faults
 
 SRC = Path(__file__).parents[2] / "src" / "rlmix"
 UNPICKLERS = ("pickle", "cloudpickle", "dill", "shelve", "joblib")
 MAY_UNPICKLE = {
     # Between the driver and the actors of its own Ray, which asks for a token.
     "launch/ray.py",
+    "launch/actor.py",
     # Between the ranks of one trainer or one emulated replica.
     "numerics/consistent/reduction.py",
 }
@@ -88,3 +91,28 @@ def test_code_of_a_checkpoint_is_never_trusted_and_no_array_is_unpickled() -> No
 def test_servers_listen_on_loopback_unless_told_otherwise(experiment: str) -> None:
     config = load_config("train", [f"experiment={experiment}"]).config
     assert config.net.bind == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "trust-remote-code=true", "trust-request-chat-template=true", "custom-weight-loader=[a.b]",
+        "forward-hooks=hooks", "enable-custom-logit-processor=true", "load-format=pt",
+    ],
+)  # fmt: skip
+def test_no_argument_of_a_server_brings_code_or_pickled_weights(argument: str) -> None:
+    config = load_config(
+        "train", ["experiment=tiny_sglang", f"+pools.sglang.engine_args.{argument}"]
+    ).config
+    (fault,) = argument_faults("sglang", config.pools["sglang"], is_moe=False)
+    assert fault.startswith(f"pools.sglang.engine_args.{argument.partition('=')[0]}: ")
+    assert fault.endswith("; leave it out")
+
+
+@pytest.mark.parametrize("key", ["weights.store", "tasks.path"])
+def test_an_address_with_a_password_is_refused(key: str) -> None:
+    """It would stand in argv, config.yaml and the plan."""
+    with pytest.raises(ConfigError, match="credentials come in the environment"):
+        load_config("train", [f"{key}=s3://KEY:canary-1234@bucket/x"])
+    kept = load_config("train", ["weights.store=abfs://box@account.dfs.core.windows.net/x"]).config
+    assert kept.weights.store == "abfs://box@account.dfs.core.windows.net/x"

@@ -86,6 +86,10 @@ VERSION = Rule(
     allowed='use text such as "9.0"', accepts=lambda v: re.fullmatch(r"\d+\.\d+", v) is not None
 )
 
+PLACE = Rule(
+    allowed="use a folder or an address without a password; credentials come in the environment",
+    accepts=lambda v: bool(v.strip()) and re.search(r"://[^/\s]*:[^/\s]*@", v) is None,
+)
 CLUSTER = Rule(
     allowed="use auto, or HOST:PORT of the head of a Ray cluster",
     accepts=lambda v: v == "auto" or re.fullmatch(r"[^\s/@]+:\d{1,5}", v) is not None,
@@ -106,7 +110,7 @@ RULES: dict[str, Rule] = {
     "model.path": TEXT,
     "model.revision": or_null(COMMIT),
     "tasks.source": one_of(names.TASK_SOURCES),
-    "tasks.path": or_null(TEXT),
+    "tasks.path": or_null(PLACE),
     "tasks.limit": or_null(at_least(1)),
     "tasks.seed": at_least(0),
     "sandbox.backend": one_of(names.SANDBOX_BACKENDS),
@@ -166,7 +170,7 @@ RULES: dict[str, Rule] = {
     "weights.keep": at_least(1),
     "weights.pause": one_of(names.PAUSE_MODES),
     "weights.transport": one_of(names.WEIGHT_TRANSPORTS),
-    "weights.store": or_null(TEXT),
+    "weights.store": or_null(PLACE),
     "weights.full_every": at_least(1),
     "weights.staging": or_null(TEXT),
     "weights.max_parallel_pulls": at_least(1),

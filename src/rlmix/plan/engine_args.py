@@ -46,6 +46,7 @@ _SECRET = (
     "none of their own"
 )
 _CODE = "rlmix runs no code that comes with a checkpoint or with a request"
+_UNSEEN = "code that it names would change what a server computes, unseen by plan and numerics key"
 _SAMPLING = "seeds and kept sets are validated with the one that the plan names"
 NOT_OURS = {
     **dict.fromkeys(
@@ -60,7 +61,10 @@ NOT_OURS = {
     **dict.fromkeys(("speculative-algorithm", "speculative-draft-model-path"), _DRAFT),
     **dict.fromkeys(("admin-api-key", "api-key", "ssl-keyfile-password"), _SECRET),
     **dict.fromkeys(("sampling-backend", "sampling-defaults"), _SAMPLING),
-    **dict.fromkeys(("enable-custom-logit-processor", "trust-remote-code"), _CODE),
+    **dict.fromkeys(
+        ("enable-custom-logit-processor", "trust-remote-code", "trust-request-chat-template"), _CODE
+    ),
+    **dict.fromkeys(("custom-weight-loader", "forward-hooks"), _UNSEEN),
     "config": "a file of arguments would override the plan unseen; give them one by one",
     "disaggregation-mode": "a replica is one server that prefills and decodes",
     "dtype": "weight views are quantised from BF16, and what is not quantised stays BF16",
