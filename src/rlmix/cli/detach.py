@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlmix.core.errors import LaunchError
+from rlmix.core.errors import ConfigError, ExitCode, LaunchError
 from rlmix.observe.lock import is_locked, read_owner
 from rlmix.observe.log_follow import DRIVER_LOG
 
@@ -35,6 +35,7 @@ def start_detached(
     Returns:
         run, run_dir, pid, log.
     Raises:
+        ConfigError: it refused the request.
         LaunchError: it ended before; the message has its last lines.
     """
     from rlmix.observe.run_dir import default_name
@@ -66,9 +67,17 @@ def start_detached(
     try:
         _wait_for_owner(process, run_path)
     except LaunchError as error:
-        said = "\n".join(read_tail(early, num_lines=15))
+        said = read_tail(early, num_lines=15)
         early.unlink(missing_ok=True)
-        raise LaunchError(f"{error}:\n{said}") from None
+        if process.poll() == ExitCode.BAD_REQUEST and said:
+            # It refused the request before it began: the same sentence, the same exit code.
+            raise ConfigError("\n".join(said).removeprefix("error: ")) from None
+        raise LaunchError("\n".join([f"{error}:", *said])) from None
+    except BaseException:
+        # Nobody was told of the run, so nobody would watch it.
+        process.terminate()
+        early.unlink(missing_ok=True)
+        raise
     return {
         "run": run_path.name,
         "run_dir": str(run_path),
