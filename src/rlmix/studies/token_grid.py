@@ -29,7 +29,7 @@ KEPT = {
     "reward/mean": 10,
     "mismatch/kl": 10,
     "mismatch/k3_kl": 10,
-    "correction/sc_tail_ratio": 10,
+    "correction/head_tail_ratio": 10,
     "correction/masked_frac": 10,
     "sampler/entropy": 10,
     "loss/grad_norm": 10,

@@ -18,10 +18,13 @@ FLEET_TITLES = {
     "mixed": "six accelerators",
     "int3": "INT3 (study format)",
 }
-KL_ALARM = 1.0
-"""Nats a token of exact KL that count as an early warning."""
-TAIL_ALARM = 20.0
-"""sc_tail_ratio that preceded the reference's gradient spikes."""
+WARNINGS = {
+    "mismatch/kl": ("exact KL", 1.0),
+    "mismatch/k3_kl": ("k3", 1.0),
+    "correction/head_tail_ratio": ("tail ratio", 20.0),
+}
+"""Signal to its title and its line: nats a token; a tail ratio that preceded the reference's
+gradient spikes."""
 
 
 def judged(record: Record) -> Outcome:
@@ -69,18 +72,22 @@ def outcome_table(
 
 def warning_table(records: Sequence[Record]) -> str:
     """Markdown: of the collapsed cells, how many updates before it each signal passed its line."""
-    lines = ["| arm | fleet | seed | collapse | exact KL above 1 nat | sc_tail_ratio above 20 |"]
-    lines.append("| --- | --- | --- | --- | --- | --- |")
+    titles = [f"{title} above {threshold:g}" for title, threshold in WARNINGS.values()]
+    lines = ["| arm | fleet | seed | collapse at | " + " | ".join(titles) + " |"]
+    lines.append("| --- |" + " --- |" * (3 + len(titles)))
     for record in records:
         step = judged(record).collapse_step
-        if step is None or record["refresh_every"] == 1:
+        if step is None:
             continue
-        leads = [
-            _lead(record, "mismatch/kl", KL_ALARM, step),
-            _lead(record, "correction/sc_tail_ratio", TAIL_ALARM, step),
+        fresh = ", fresh" if record["refresh_every"] == 1 else ""
+        cells = [
+            ARM_TITLES[record["arm"]],
+            FLEET_TITLES[record["fleet"]] + fresh,
+            str(record["seed"]),
+            str(step),
+            *(_lead(record, key, line, step) for key, (_, line) in WARNINGS.items()),
         ]
-        names = f"{ARM_TITLES[record['arm']]} | {FLEET_TITLES[record['fleet']]}"
-        lines.append(f"| {names} | {record['seed']} | {step} | {leads[0]} | {leads[1]} |")
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) if len(lines) > 2 else "No cell collapsed."
 
 

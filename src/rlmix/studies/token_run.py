@@ -17,6 +17,7 @@ import torch
 from torch import Generator, Tensor
 
 from rlmix.algos.advantages import group_advantages
+from rlmix.algos.corrections import TAIL_FLOOR
 from rlmix.algos.losses import policy_loss
 from rlmix.algos.support import Support, full_logprobs, on_kept_set
 from rlmix.studies import token_task as task
@@ -38,6 +39,9 @@ WARMUP_SESSIONS = 64
 WARMUP_LR = 3e-3
 CORRUPTED_FRAC = 0.35
 """Tokens of the warm start's teacher that are drawn at random: it leaves something to learn."""
+HEAD = 8
+"""Likeliest candidates of the sampler beside whose rest the tail ratio is measured; a real run's
+head is 64 of a large vocabulary."""
 EVAL_EVERY = 25
 EVAL_SESSIONS = 256
 
@@ -198,6 +202,20 @@ def _in_order(parts: list[Sessions]) -> Sessions:
     return Sessions(**{name: join(name) for name in Sessions.__dataclass_fields__})
 
 
+def tail_ratio(trainer_TV: Tensor, sampler_TV: Tensor) -> float:
+    """Mean over tokens of the sampler's mass outside its own head over the trainer's there.
+
+    Args:
+        trainer_TV, sampler_TV: logprobs over the whole vocabulary.
+    """
+    head_TK = sampler_TV.topk(HEAD, dim=1).indices
+    masses = [
+        (1.0 - logprobs.gather(1, head_TK).exp().sum(1)).clamp(min=TAIL_FLOOR)
+        for logprobs in (sampler_TV, trainer_TV)
+    ]
+    return float((masses[0] / masses[1]).mean())
+
+
 def _update(
     weights: dict[str, Tensor], sessions: Sessions, rewards_N: Tensor, cell: Cell
 ) -> dict[str, Any]:
@@ -238,6 +256,8 @@ def _update(
     both_TV = torch.isfinite(p_TV) & torch.isfinite(q_TV)
     kl_TV = torch.where(both_TV, q_TV.exp() * (q_TV - p_TV), 0.0)
     entropy_TV = torch.where(both_TV, -q_TV.exp() * q_TV, 0.0)
+    if correction.top_p >= 1.0:
+        metrics["correction/head_tail_ratio"] = tail_ratio(p_TV, q_TV)
     row = metrics | {
         "loss/grad_norm": grad_norm,
         "mismatch/kl": float(kl_TV.sum(1).mean()),

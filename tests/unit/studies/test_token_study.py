@@ -12,7 +12,7 @@ import torch
 from rlmix.studies.token_grid import cells, name_of, read_records, record_cell
 from rlmix.studies.token_policy import initial_weights
 from rlmix.studies.token_report import figure, judged, outcome_table
-from rlmix.studies.token_run import Cell, Correction, sample, warm_start
+from rlmix.studies.token_run import Cell, Correction, sample, tail_ratio, warm_start
 from rlmix.studies.token_samplers import FLEETS, pool_weights
 
 ROOT = Path(__file__).parents[3]
@@ -127,3 +127,11 @@ def test_the_command_runs_an_arm_and_does_not_run_it_twice(tmp_path: Path) -> No
     assert [record["arm"] for record in read_records(tmp_path)] == ["mis_sc"]
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert "0 cells to run" in again.stderr
+
+
+def test_the_tail_ratio_is_the_mass_outside_the_samplers_eight_likeliest() -> None:
+    # Sampler: 8 x 0.1 and 8 x 0.025, so 0.2 outside. Trainer: 8 x 0.12 and 8 x 0.005, so 0.04.
+    sampler_TV = torch.tensor([[0.1] * 8 + [0.025] * 8]).log()
+    trainer_TV = torch.tensor([[0.12] * 8 + [0.005] * 8]).log()
+    assert tail_ratio(trainer_TV, sampler_TV) == pytest.approx(5.0, rel=1e-4)
+    assert tail_ratio(sampler_TV, sampler_TV) == pytest.approx(1.0)
