@@ -76,11 +76,15 @@ class RunningCommand:
                 pytest.fail(f"left behind: {[(p.pid, p.cmdline()[:6]) for p in left]}")
             time.sleep(0.2)
 
-    def assert_nothing_left(self) -> None:
-        """Neither processes nor sandbox folders."""
-        self.assert_no_process_left()
+    def assert_nothing_left(self, within_s: float = 20) -> None:
+        """Neither processes nor sandbox folders, soon after the driver's end."""
+        self.assert_no_process_left(within_s)
         run_id = json.loads((self.path / "manifest.json").read_text())["run_id"]
-        assert not run_folder(Path(tempfile.gettempdir()), run_id).exists()
+        folder = run_folder(Path(tempfile.gettempdir()), run_id)
+        deadline_s = time.monotonic() + within_s
+        while folder.exists() and time.monotonic() < deadline_s:
+            time.sleep(0.2)
+        assert not folder.exists()
 
     def kill(self) -> None:
         if self.process.poll() is None:

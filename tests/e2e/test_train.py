@@ -97,7 +97,7 @@ def test_a_killed_run_is_resumed_with_its_version_and_task_order(start_run):
     first = start_run("r", "loop.steps=6")
     first.wait_until(lambda: len(first.rows()) >= 3, "third step")
     first.kill()
-    first.assert_no_process_left()
+    first.assert_nothing_left()
     before = first.rows()
 
     second = start_run("r2", "--resume", "r", "--json")

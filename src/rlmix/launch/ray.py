@@ -197,8 +197,10 @@ def _first_line(error: BaseException) -> str:
 class RayCluster:
     """A local Ray of one run, or a cluster that was there before it."""
 
-    def __init__(self, *, tag: str, log_dir: Path, temp_dir: Path | None) -> None:
-        self._reaper = None if temp_dir is None else Reaper.start(tag, temp_dir)
+    def __init__(
+        self, *, tag: str, log_dir: Path, temp_dir: Path | None, on_lost: Sequence[str] = ()
+    ) -> None:
+        self._reaper = None if temp_dir is None else Reaper.start(tag, temp_dir, on_lost)
         self._asked: dict[str, tuple[dict[str, float], dict[str, str]]] = {}
         """Living actor -> what it holds or waits for, and the labels of its node."""
         self._is_open = True
@@ -217,6 +219,7 @@ class RayCluster:
         log_dir: Path,
         namespace: str | None = None,
         object_store_bytes: int = OBJECT_STORE_BYTES,
+        on_lost: Sequence[str] = (),
     ) -> "RayCluster":
         """Start Ray for this run; takes 3 to 7 s on two cores.
 
@@ -224,6 +227,7 @@ class RayCluster:
             num_cpus: logical: what actors may ask for in all, not what the machine has.
             log_dir: where every actor's output goes, one `<name>.log` each.
             namespace: of the actors' names; the run id when not given.
+            on_lost: command that removes what else the run has, run when this process was killed.
         Raises:
             LaunchError: Ray did not start, or is already running in this process.
         """
@@ -237,7 +241,7 @@ class RayCluster:
         # and Ray adds about 70.
         temp_dir = Path(tempfile.mkdtemp(prefix="rlmix-"))
         tag = f"{run_id}-{temp_dir.name}"
-        cluster = cls(tag=tag, log_dir=log_dir, temp_dir=temp_dir)
+        cluster = cls(tag=tag, log_dir=log_dir, temp_dir=temp_dir, on_lost=on_lost)
         os.environ[TAG_VARIABLE] = tag
         terminate = signal.getsignal(signal.SIGTERM)
         try:

@@ -3,7 +3,8 @@
 The driver starts this file as a small process of its own (standard library only) and holds the
 other end of its stdin. When that closes, for whatever reason, SIGKILL included, every process of
 the run has `GRACE_S` to end by itself; what is left is killed, and the run's temporary folder is
-removed. Ray needs this: its node agents stay for good when the driver is killed.
+removed. Ray needs this: its node agents stay for good when the driver is killed. When the driver
+did not say before that it ends, the command it left for this case is run last.
 
 Invariant: a process is touched only when its environment holds `RLMIX_RUN_TAG=<this run's tag>`,
 or when it calls itself `ray::...` and holds a file open in this run's temporary folder. (Ray's
@@ -11,18 +12,23 @@ processes rename themselves, which can overwrite the environment that the kernel
 second sign.) Tag and folder name hold random bits, so no other run's process can match.
 """
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 TAG_VARIABLE = "RLMIX_RUN_TAG"
 
 GRACE_S = 1.0
 """For what ends by itself: children that the kernel kills with their parent, and their parents."""
+
+GOODBYE = b"q"
+"""What a driver that ends by itself says first."""
 
 KILL_ROUNDS_S = 3.0
 """How long to look again for processes that were being forked while we killed."""
@@ -86,11 +92,15 @@ class Reaper:
         self._process = process
 
     @classmethod
-    def start(cls, tag: str, folder: Path) -> "Reaper":
-        """Call before the first tagged process is started. Its own session: Ctrl-C passes it by."""
+    def start(cls, tag: str, folder: Path, on_lost: Sequence[str] = ()) -> "Reaper":
+        """Call before the first tagged process is started. Its own session: Ctrl-C passes it by.
+
+        Args:
+            on_lost: command to run, after all else, when `finish` was never called.
+        """
         environment = {k: v for k, v in os.environ.items() if k != TAG_VARIABLE}
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, tag, str(folder)],
+            [sys.executable, "-I", "-S", __file__, tag, str(folder), *on_lost],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -106,15 +116,21 @@ class Reaper:
     def finish(self, *, timeout_s: float = GRACE_S + KILL_ROUNDS_S + 5.0) -> int:
         """Let it clean up and wait for it. Returns how many processes it had to kill."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # It was killed; there is nobody to tell.
+            self._process.stdin.write(GOODBYE)
+            self._process.stdin.close()
         return self._process.wait(timeout_s)
 
 
 def main() -> None:
-    tag, folder = sys.argv[1:3]
-    while os.read(0, 4096):
-        pass
-    sys.exit(min(reap(tag, folder), 100))
+    tag, folder, *on_lost = sys.argv[1:]
+    is_lost = True
+    while said := os.read(0, 4096):
+        is_lost = is_lost and GOODBYE not in said
+    killed = reap(tag, folder)
+    if is_lost and on_lost:
+        subprocess.run(on_lost, check=False)
+    sys.exit(min(killed, 100))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from rlmix.pools.fleet import Fleet
 from rlmix.pools.replica import Replica
 from rlmix.pools.spec import FleetSpec, ReplicaSpec
 from rlmix.router.client import RouterAdmin
+from rlmix.sandbox.reap import command as reap_command
 from rlmix.sandbox.reap import reap
 from rlmix.sessions.worker import TaskWorker
 from rlmix.trainer.spec import TrainerSpec
@@ -213,7 +214,12 @@ class Runtime:
     def _start_cluster(self) -> RayCluster:
         launch, run = self._config.launch, self._run
         if launch.address is None:
-            return RayCluster.start(run.run_id, num_cpus=LOGICAL_CPUS, log_dir=run.logs)
+            return RayCluster.start(
+                run.run_id,
+                num_cpus=LOGICAL_CPUS,
+                log_dir=run.logs,
+                on_lost=reap_command(run.run_id, Path(tempfile.gettempdir())),
+            )
         return RayCluster.join(
             launch.address, run.run_id, log_dir=run.logs, place_limit_s=launch.place_timeout_s
         )

@@ -3,6 +3,8 @@
 Processes are found by an environment variable that launchers and bubblewrap carry; killing those
 ends everything inside them, because sandboxes die with their parent. Where control groups are in
 use, each worker's folder lists them, and whoever is still in one is killed too.
+
+`python -m rlmix.sandbox.reap RUN_ID SCRATCH_DIR` does it for a run whose driver was killed.
 """
 
 import contextlib
@@ -11,6 +13,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -63,6 +66,11 @@ def reap(run_id: str, scratch_dir: Path) -> int:
     return len(pids) + num_in_groups + num_containers
 
 
+def command(run_id: str, scratch_dir: Path) -> list[str]:
+    """What does `reap` in a process of its own."""
+    return [sys.executable, "-m", "rlmix.sandbox.reap", run_id, str(scratch_dir)]
+
+
 def remove_containers(program: str, run_id: str) -> int:
     """Remove the run's containers through the engine's client `program`; returns how many."""
     filters = ["--filter", f"label={RUN_LABEL}={run_id}"]
@@ -109,3 +117,7 @@ def remove_tree(path: Path) -> None:
                 with contextlib.suppress(OSError):
                     os.chmod(inner, 0o700)
     shutil.rmtree(path, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    reap(sys.argv[1], Path(sys.argv[2]))

@@ -182,7 +182,11 @@ sys.path.insert(0, sys.argv[2])
 from test_ray import Sleeper, send_classes_by_value
 from rlmix.launch.ray import RayCluster
 folder = Path(sys.argv[1])
-cluster = RayCluster.start("driver", num_cpus=4, log_dir=folder)
+cluster = RayCluster.start(
+    "driver", num_cpus=4, log_dir=folder,
+    on_lost=[sys.executable, "-c", "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()",
+             str(folder / "lost")],
+)
 send_classes_by_value()
 try:
     sleeper = cluster.spawn(Sleeper, name="sleeper", args=(str(folder),))
@@ -222,4 +226,9 @@ def test_no_process_outlives_a_driver_that_was_interrupted_or_killed(tmp_path, s
         time.sleep(0.05)
     assert not Path(temp_dir).exists()
     assert (tmp_path / "stopped").exists() == (signum == signal.SIGINT)
+    # What the driver could not do itself is done for it, and only then.
+    lost = tmp_path / "lost"
+    while signum == signal.SIGKILL and not lost.exists() and time.monotonic() - started_s < 15:
+        time.sleep(0.05)
+    assert lost.exists() == (signum == signal.SIGKILL)
     print(f"{signum.name}: all gone after {time.monotonic() - started_s:.1f} s")
