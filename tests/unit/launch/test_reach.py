@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -30,10 +31,21 @@ def test_nobody_at_the_address_is_told_and_what_may_be_there_is_not(closed_port:
     assert "\n" not in said
     said = unreachable("auto", {"RAY_ADDRESS": f"127.0.0.1:{closed_port}"})
     assert said.startswith(f"launch.address=auto: RAY_ADDRESS=127.0.0.1:{closed_port}: nothing")
-    assert unreachable("auto", {}) == ""
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert unreachable(f"127.0.0.1:{server.getsockname()[1]}", {}) == ""
     assert "nothing answers there" in unreachable("127.0.0.1:99999", {})
+
+
+def test_auto_is_for_machines_that_belong_to_a_ray(tmp_path: Path) -> None:
+    (tmp_path / "41").mkdir()
+    (tmp_path / "41" / "comm").write_text("bash\n")
+    said = unreachable("auto", {}, processes=tmp_path)
+    assert said.startswith("launch.address=auto: this machine belongs to no Ray (no raylet")
+    assert "launch.address=null" in said
+    (tmp_path / "42").mkdir()
+    (tmp_path / "42" / "comm").write_text("raylet\n")
+    assert unreachable("auto", {}, processes=tmp_path) == ""
+    assert unreachable("auto", {}, processes=tmp_path / "nothing like it") == ""
 
 
 def test_a_run_is_refused_before_it_starts(closed_port: int) -> None:

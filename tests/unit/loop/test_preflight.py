@@ -1,5 +1,6 @@
 """What a run of real servers needs here, told before anything starts."""
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,10 +85,12 @@ def test_the_interpreter_is_the_configured_one() -> None:
 
 
 def test_a_cluster_s_machines_say_themselves_what_they_lack(tmp_path: Path) -> None:
-    joined = ("launch=ray", "net.bind=node")
     asked = ("experiment=qwen36_b200", "trainer.device=cpu", "loop.eval_tasks=0")
     tasks = ("tasks.source=generated", "sglang.python=/no/python")
-    assert faults(*asked, *tasks, *joined, devices=tmp_path) == []
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"launch.address=127.0.0.1:{head.getsockname()[1]}"
+        joined = ("launch=ray", "net.bind=node", address)
+        assert faults(*asked, *tasks, *joined, devices=tmp_path) == []
     assert len(faults(*asked, *tasks, devices=tmp_path)) == 2
 
 
@@ -103,4 +106,4 @@ def test_a_launch_target_is_refused_outside_of_it(backend: str, mark: str, place
     (line,) = launch_faults(config, {"HOME": "/"})
     assert line.startswith(f"launch={backend}: none of {mark}")
     assert place in line
-    assert list(launch_faults(config, {mark: "7"})) == []
+    assert list(launch_faults(config, {mark: "7", "RAY_ADDRESS": "as Ray finds it"})) == []
