@@ -66,10 +66,14 @@ def list_runs(directory: RunsDir = None, as_json: AsJson = False) -> Answer:
     from rlmix.observe.runs_view import runs_table
 
     root = _root(directory)
-    rows = found.list_runs(root)
+    rows, unreadable = found.list_runs(root), found.unreadable_runs(root)
     return Answer(
-        document={"dir": str(root), "runs": [row.to_dict() for row in rows]},
-        view=lambda: runs_table(rows, root=root),
+        document={
+            "dir": str(root),
+            "runs": [row.to_dict() for row in rows],
+            "unreadable": unreadable,
+        },
+        view=lambda: runs_table(rows, root=root, unreadable=unreadable),
     )
 
 
@@ -167,11 +171,13 @@ def attach(run: RunName = None, directory: RunsDir = None, as_json: AsJson = Fal
 
     from rlmix.observe.live import LiveView, open_console
     from rlmix.observe.live_state import state_from_dict
+    from rlmix.observe.manifest import read_manifest
     from rlmix.observe.runs import find_run, show_run
     from rlmix.observe.runs_view import run_view
     from rlmix.scaling.control import ControlClient
 
     path = find_run(_root(directory), run)
+    read_manifest(path)  # A run of a newer format is said to be one, not to be lost.
     client = ControlClient.of_run(path)
     state = state_from_dict(client.view())
     try:

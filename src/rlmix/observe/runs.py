@@ -93,9 +93,20 @@ def list_runs(root: Path, *, now_s: float | None = None) -> list[RunRow]:
             try:
                 rows.append(_row(path, read_manifest(path), now_s))
             except DataError:
-                # A run of another format is not ours to list; `show` says what is wrong with it.
-                continue
+                continue  # `unreadable_runs` has it.
     return sorted(rows, key=lambda row: row.started_s, reverse=True)
+
+
+def unreadable_runs(root: Path) -> dict[str, str]:
+    """Folders of runs that this version cannot read, and why."""
+    found = {}
+    for path in sorted(root.iterdir()) if root.is_dir() else []:
+        if is_run_dir(path):
+            try:
+                read_manifest(path)
+            except DataError as error:
+                found[path.name] = str(error)
+    return found
 
 
 def find_run(root: Path, run: str | None = None) -> Path:

@@ -21,12 +21,16 @@ _STATE_STYLE = {
 }
 
 
-def runs_table(rows: Sequence[RunRow], *, root: Path) -> "RenderableType":
-    """One line per run, newest first."""
+def runs_table(
+    rows: Sequence[RunRow], *, root: Path, unreadable: Mapping[str, str]
+) -> "RenderableType":
+    """One line per run, newest first, then those that cannot be read, with the reason."""
+    from rich.console import Group
     from rich.text import Text
 
+    notes = [Text(f"{name}: {reason}", style="yellow") for name, reason in unreadable.items()]
     if not rows:
-        return Text(f"no run in {root} yet; start one with `rlmix train`")
+        return Group(Text(f"no run in {root} yet; start one with `rlmix train`"), *notes)
     table = _table("run", "state", "steps|right", "reward|right", "age|right", "attempts|right")
     for row in rows:
         table.add_row(
@@ -37,7 +41,7 @@ def runs_table(rows: Sequence[RunRow], *, root: Path) -> "RenderableType":
             figures.age(row.age_s),
             str(row.attempts),
         )
-    return table
+    return Group(table, *notes)
 
 
 def logs_table(logs: Sequence[LogFile], *, now_s: float) -> "RenderableType":

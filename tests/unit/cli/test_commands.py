@@ -110,6 +110,18 @@ def test_what_needs_a_run_that_is_not_there_is_answered_with_one_sentence(
     assert "\n" not in document["error"]
 
 
+def test_a_run_of_a_newer_format_is_said_to_be_one(rlmix: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "x"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text('{"schema_version": "9.0", "run_id": "r"}')
+    done = rlmix("runs", "attach", "x")
+    assert done.returncode == 2
+    assert "schema_version is 9.0" in done.stderr
+    listed = json.loads(rlmix("runs", "list", "--json").stdout)
+    assert listed["runs"] == []
+    assert "schema_version is 9.0" in listed["unreadable"]["x"]
+
+
 def test_resuming_what_is_not_there_is_a_wrong_request(rlmix: Run) -> None:
     done = rlmix("train", "--resume", "ghost")
     assert done.returncode == 2

@@ -213,6 +213,9 @@ def test_export_has_one_column_per_key_and_one_row_per_step(tmp_path: Path) -> N
 
 
 def test_list_of_no_run_says_how_to_start_one(tmp_path: Path) -> None:
-    assert "rlmix train" in text_of(runs_view.runs_table([], root=tmp_path))
+    assert "rlmix train" in text_of(runs_view.runs_table([], root=tmp_path, unreadable={}))
     RunDir.create(tmp_path, "x").close("failed")
-    assert "failed" in text_of(runs_view.runs_table(runs.list_runs(tmp_path), root=tmp_path))
+    rows = runs.list_runs(tmp_path)
+    shown = text_of(runs_view.runs_table(rows, root=tmp_path, unreadable={"y": "too new"}))
+    assert "failed" in shown
+    assert "y: too new" in shown
