@@ -163,7 +163,12 @@ def test_a_killed_server_comes_back_catches_up_and_nothing_is_lost(start_run):
         return [event["version"] for event in events("replica_updated")]
 
     run.wait_until(lambda: len(run.rows()) >= 1 and updated() != [], "its first update", LIMIT_S)
-    run.wait_until(lambda: is_sampling(run), "a turn on it", LIMIT_S)
+    # Of a session, and not a probe of an update that is under way.
+    run.wait_until(
+        lambda: is_sampling(run) and len(events("replica_updating")) == len(updated()),
+        "a turn on it",
+        LIMIT_S,
+    )
     first = server(run)["pid"]
     group = [process.pid for process in psutil.Process(first).children(recursive=True)]
     os.killpg(first, signal.SIGKILL)
