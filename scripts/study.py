@@ -122,13 +122,14 @@ def rebuilt(page: str, tables: dict[str, str]) -> str:
 
 def report(args: argparse.Namespace) -> int:
     from rlmix.studies import agentic_report
-    from rlmix.studies.token_grid import read_records
+    from rlmix.studies.token_grid import num_cells, read_records
     from rlmix.studies.token_report import figure, outcome_table, warning_table
 
     records, trained = read_records(args.records), read_records(AGENTIC_RECORDS)
     if not records:
         raise SystemExit(f"study: no record in {args.records}; run `study.py token` first")
     tables = {
+        "token cells": f"{len(records)} of {num_cells()} cells have been run so far.",
         "token stale": outcome_table(records, fresh=False),
         "token fresh": outcome_table(records, fresh=True),
         "token warnings": warning_table(records),

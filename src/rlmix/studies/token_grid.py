@@ -14,6 +14,8 @@ from rlmix.studies.token_samplers import FLEETS
 
 ARMS = ("grpo", "tis", "mis", "sc", "mis_sc_full", "mis_sc", "grpo_topp")
 """Files of `conf/algo`; `mis_sc` and `grpo_topp` sample from kept sets and replay them."""
+FRESH_ARMS = ("grpo", "mis_sc_full")
+"""Arms of the controls whose samplers are refreshed at every update."""
 SEEDS = (0, 1, 2)
 LR = 1.0
 """Half of the largest power of two at which GRPO learned from exact and fresh samples in pilots
@@ -55,7 +57,7 @@ def cells(
         corrections: arm to what its loss does, read from `conf/algo`.
     """
     for seed in seeds:
-        for refresh_every, arms in ((STALE, ARMS), (1, ("grpo", "mis_sc_full"))):
+        for refresh_every, arms in ((STALE, ARMS), (1, FRESH_ARMS)):
             for fleet in fleets:
                 for arm in arms:
                     if arm in corrections:
@@ -68,6 +70,11 @@ def cells(
                             steps=steps,
                             seed=seed,
                         )
+
+
+def num_cells() -> int:
+    """Of the whole study."""
+    return len(SEEDS) * len(FLEETS) * (len(ARMS) + len(FRESH_ARMS))
 
 
 def record_cell(cell: Cell, folder: Path) -> Path:
