@@ -44,7 +44,9 @@ def _cell_text(records: Sequence[Record], score: str) -> str:
         return "not run"
     found = [judged(record) for record in records]
     ends = [record["curves"][score][-1][1] for record in records]
-    text = f"{statistics.mean(ends):.2f} ({min(ends):.2f} to {max(ends):.2f})"
+    text = f"{statistics.mean(ends):.2f}"
+    if len(ends) > 1:
+        text += f" ({min(ends):.2f} to {max(ends):.2f})"
     for verdict in ("collapsed", "decayed"):
         if number := sum(f.verdict == verdict for f in found):
             steps = [f.collapse_step for f in found if f.collapse_step is not None]
@@ -60,6 +62,8 @@ def outcome_table(
     by `score`) reach at the end (mean, lowest and highest seed), and how many seeds collapsed or
     decayed."""
     chosen = [r for r in records if (r["refresh_every"] == 1) == fresh]
+    if not chosen:
+        return "Not run yet."
     fleets = [f for f in FLEETS if _of(chosen, fleet=f)]
     lines = ["| arm | " + " | ".join(FLEET_TITLES[f] for f in fleets) + " |"]
     lines.append("| --- |" + " --- |" * len(fleets))

@@ -112,7 +112,7 @@ def test_the_table_says_how_often_a_cell_collapsed() -> None:
     assert judged(record).verdict == "collapsed"
     table = outcome_table([record], fresh=False)
     # Below half after 15 bad updates.
-    assert "0.12 (0.12 to 0.12), **collapsed 1/1 at 75**" in table
+    assert "| 0.12, **collapsed 1/1 at 75** |" in table
     assert "GRPO" in figure([record])
 
 
