@@ -5,10 +5,10 @@ at once, so that no child process has it. Invariant: a server that another machi
 key; without one it listens on loopback only.
 """
 
-import hmac
 from collections.abc import Mapping, MutableMapping
 
 from rlmix.core.addresses import is_loopback
+from rlmix.core.bearer import is_bearer
 from rlmix.core.errors import ConfigError
 from rlmix.engine.sglang.serve import API_KEY_VARIABLE as KEY_VARIABLE
 
@@ -33,7 +33,4 @@ def take_key(environ: MutableMapping[str, str], *, host: str) -> str | None:
 
 def is_let_in(path: str, headers: Mapping[str, str], key: str | None) -> bool:
     """Whether a request may be answered."""
-    if key is None or path in OPEN_PATHS:
-        return True
-    given = headers.get("Authorization", "").encode(errors="replace")
-    return hmac.compare_digest(given, f"Bearer {key}".encode())
+    return key is None or path in OPEN_PATHS or is_bearer(headers, key)

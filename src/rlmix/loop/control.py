@@ -4,7 +4,6 @@ It listens on `net.bind` beside the other servers of the run and does nothing by
 does the work. Invariant: no answer without the key of `control.json`.
 """
 
-import hmac
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from rlmix.core.bearer import is_bearer
 from rlmix.core.errors import RlmixError
 from rlmix.scaling.control import CONTROL_FILE, write_control_file
 from rlmix.scaling.history import operation_to_dict
@@ -98,8 +98,7 @@ class ControlServer:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode(errors="replace")
-        if not hmac.compare_digest(given, f"Bearer {self._key}".encode()):
+        if not is_bearer(request.headers, self._key):
             return _reply({"error": "control: the key is missing or wrong"}, status=401)
         try:
             answer: web.StreamResponse = await handler(request)

@@ -6,7 +6,6 @@ with 262,144 ids would cost 27 ms to read.
 """
 
 import asyncio
-import hmac
 import logging
 import os
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from rlmix.core.bearer import is_bearer
 from rlmix.core.errors import ConfigError
 from rlmix.router import headers as names
 from rlmix.router.admin import Admin, reply_json
@@ -224,13 +224,13 @@ class Router:
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
         """The token, and the shard that owns the session."""
-        if self._token is not None and request.path not in ("/ping", "/health"):
-            given = request.headers.get("Authorization", "")
-            if not hmac.compare_digest(given.encode(errors="replace"), self._token.encode()):
-                return reply_json(
-                    {"error": "router: token missing or wrong (Authorization: Bearer ...)"},
-                    status=401,
-                )
+        token = self._spec.token
+        is_guarded = request.path not in ("/ping", "/health")
+        if token and is_guarded and not is_bearer(request.headers, token):
+            return reply_json(
+                {"error": "router: token missing or wrong (Authorization: Bearer ...)"},
+                status=401,
+            )
         for name in (names.SESSION, names.GROUP, names.REQUEST_ID):
             given = request.headers.get(name, "")
             if len(given) > MAX_ID_CHARS or not given.isprintable():

@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import contextlib
 import fcntl
-import hmac
 import json
 import os
 import secrets
@@ -30,6 +29,7 @@ from typing import Any
 
 from aiohttp import web
 
+from rlmix.core.bearer import is_bearer
 from rlmix.core.errors import ConfigError, ExitCode, RlmixError, SandboxError
 from rlmix.sandbox import wire
 from rlmix.sandbox.backend import LOCAL_BACKENDS, open_backend
@@ -104,9 +104,7 @@ class SandboxServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        # A byte that is no UTF-8 comes as half a character, which encodes to nothing else.
-        given = request.headers.get("Authorization", "").encode(errors="replace")
-        if not hmac.compare_digest(given, f"Bearer {self._spec.token}".encode()):
+        if not is_bearer(request.headers, self._spec.token):
             return _problem(401, wire.KIND_SANDBOX, "the token is wrong or missing")
         try:
             return await handler(request)
