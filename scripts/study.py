@@ -122,7 +122,8 @@ def rebuilt(page: str, tables: dict[str, str]) -> str:
 
 def report(args: argparse.Namespace) -> int:
     from rlmix.studies import agentic_report
-    from rlmix.studies.token_grid import num_cells, read_records
+    from rlmix.studies.records import read_records
+    from rlmix.studies.token_grid import num_cells
     from rlmix.studies.token_report import figure, outcome_table, warning_table
 
     records, trained = read_records(args.records), read_records(AGENTIC_RECORDS)

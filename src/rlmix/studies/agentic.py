@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlmix.observe.jsonl import write_atomically
+from rlmix.studies.records import short, write_record
 
 ARMS = ("grpo", "mis", "mis_sc_full", "mis_sc")
 """Files of `conf/algo`."""
@@ -27,7 +27,6 @@ KEPT = (
     "loss/entropy",
 )
 """Of `metrics.jsonl`, one value for each update."""
-SIGNIFICANT_DIGITS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,28 +83,23 @@ def record_run(cell: AgenticCell, run_dir: Path, folder: Path) -> Path | None:
         "steps": summary["steps"],
         "attempts": len(manifest.get("attempts", [])),
         "wall_s": summary["wall_s"],
-        "cost_usd": _short(summary["cost_usd"]),
-        "void_frac": _short(summary["void_frac"]),
+        "cost_usd": short(summary["cost_usd"]),
+        "void_frac": short(summary["void_frac"]),
         "machine": {
             key: manifest.get("machine", {}).get(key)
             for key in ("system", "arch", "cpu_cores", "memory_gib")
         },
         "revision": manifest.get("software", {}).get("git", {}).get("revision"),
         "curves": {
-            key: [[step, _short(rows[step][key])] for step in sorted(rows) if key in rows[step]]
+            key: [[step, short(rows[step][key])] for step in sorted(rows) if key in rows[step]]
             for key in KEPT
         },
         "eval": summary["eval"],
     }
     path = folder / f"{cell.name}.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, (json.dumps(record, separators=(",", ":")) + "\n").encode())
+    write_record(path, record)
     return path
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")

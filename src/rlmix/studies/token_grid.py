@@ -3,12 +3,11 @@
 Invariant: a cell's name says all that distinguishes it; a record is complete or absent.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlmix.observe.jsonl import write_atomically
+from rlmix.studies.records import short, write_record
 from rlmix.studies.token_run import Cell, Correction, run_cell
 from rlmix.studies.token_samplers import FLEETS
 
@@ -24,7 +23,6 @@ STALE = 64
 """Updates between two refreshes of the samplers."""
 STEPS = 400
 """Every pilot that collapsed had done so by 300."""
-SIGNIFICANT_DIGITS = 4
 KEPT = {
     "sampler/good_frac": 1,
     "trainer/good_frac": 1,
@@ -97,9 +95,7 @@ def record_cell(cell: Cell, folder: Path) -> Path:
         "failed": rows[-1].get("failed", ""),
         "curves": {key: _column(rows, key) for key in KEPT if any(key in row for row in rows)},
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    content = json.dumps(record, separators=(",", ":")) + "\n"
-    write_atomically(path, content.encode())
+    write_record(path, record)
     return path
 
 
@@ -107,12 +103,7 @@ def _column(rows: Sequence[dict[str, Any]], key: str) -> list[list[float]]:
     """[update, value] where there is one."""
     stride = KEPT[key]
     return [
-        [row["step"], float(f"{row[key]:.{SIGNIFICANT_DIGITS}g}")]
+        [row["step"], short(row[key])]
         for row in rows
         if key in row and (row["step"] % stride == 0 or row["step"] == 1)
     ]
-
-
-def read_records(folder: Path) -> list[dict[str, Any]]:
-    """Every complete record, in the order of names."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]

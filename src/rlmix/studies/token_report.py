@@ -1,15 +1,19 @@
 """Tables and figures of the token study, from its records alone."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from rlmix.studies.collapse import Outcome, lead_steps, outcome, smoothed
+from rlmix.studies.collapse import TOKEN_SPAN, Outcome, lead_steps, outcome
 from rlmix.studies.panels import ARM_TITLES, drawing, line
+from rlmix.studies.records import (
+    Record,
+    mean_and_span,
+    mean_curve,
+    those_with,
+    values_of,
+)
 from rlmix.studies.token_grid import ARMS
 from rlmix.studies.token_samplers import FLEETS
-
-Record = Mapping[str, Any]
 
 FLEET_TITLES = {
     "exact": "exact",
@@ -28,14 +32,8 @@ gradient spikes."""
 
 
 def judged(record: Record) -> Outcome:
-    curves = record["curves"]
-    success = [value for _, value in curves["sampler/good_frac"]]
-    held_out = [(int(step), value) for step, value in curves["trainer/good_frac"]]
-    return outcome(success, held_out)
-
-
-def _of(records: Iterable[Record], **wanted: object) -> list[Record]:
-    return [r for r in records if all(r[key] == value for key, value in wanted.items())]
+    held_out = [(int(step), value) for step, value in record["curves"]["trainer/good_frac"]]
+    return outcome(values_of(record, "sampler/good_frac"), held_out)
 
 
 def _cell_text(records: Sequence[Record], score: str) -> str:
@@ -44,9 +42,7 @@ def _cell_text(records: Sequence[Record], score: str) -> str:
         return "not run"
     found = [judged(record) for record in records]
     ends = [record["curves"][score][-1][1] for record in records]
-    text = f"{statistics.mean(ends):.2f}"
-    if len(ends) > 1:
-        text += f" ({min(ends):.2f} to {max(ends):.2f})"
+    text = mean_and_span(ends, 2)
     for verdict in ("collapsed", "decayed"):
         if number := sum(f.verdict == verdict for f in found):
             steps = [f.collapse_step for f in found if f.collapse_step is not None]
@@ -64,12 +60,12 @@ def outcome_table(
     chosen = [r for r in records if (r["refresh_every"] == 1) == fresh]
     if not chosen:
         return "Not run yet."
-    fleets = [f for f in FLEETS if _of(chosen, fleet=f)]
+    fleets = [f for f in FLEETS if those_with(chosen, fleet=f)]
     lines = ["| arm | " + " | ".join(FLEET_TITLES[f] for f in fleets) + " |"]
     lines.append("| --- |" + " --- |" * len(fleets))
     for arm in ARMS:
-        if _of(chosen, arm=arm):
-            texts = [_cell_text(_of(chosen, arm=arm, fleet=f), score) for f in fleets]
+        if those_with(chosen, arm=arm):
+            texts = [_cell_text(those_with(chosen, arm=arm, fleet=f), score) for f in fleets]
             lines.append(f"| {ARM_TITLES[arm]} | " + " | ".join(texts) + " |")
     return "\n".join(lines)
 
@@ -122,9 +118,9 @@ def figure(records: Sequence[Record]) -> str:
     panels = []
     for fleet, title in FLEET_TITLES.items():
         lines = [
-            line(arm, _mean_curve(cells))
+            line(arm, mean_curve(cells, "sampler/good_frac", window_steps=TOKEN_SPAN.window_steps))
             for arm in ARMS
-            if (cells := _of(chosen, fleet=fleet, arm=arm))
+            if (cells := those_with(chosen, fleet=fleet, arm=arm))
         ]
         if lines:
             panels.append((title, lines))
@@ -133,10 +129,3 @@ def figure(records: Sequence[Record]) -> str:
         y_label="good tokens",
         described="Share of good tokens by update, for each fleet and arm",
     )
-
-
-def _mean_curve(cells: Sequence[Record]) -> list[tuple[float, float]]:
-    curves = [smoothed([v for _, v in r["curves"]["sampler/good_frac"]]) for r in cells]
-    shortest = min(map(len, curves))
-    steps = range(0, shortest, max(1, shortest // 80))
-    return [(float(i + 1), statistics.mean(curve[i] for curve in curves)) for i in steps]

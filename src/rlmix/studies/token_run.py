@@ -17,7 +17,7 @@ import torch
 from torch import Generator, Tensor
 
 from rlmix.algos.advantages import group_advantages
-from rlmix.algos.corrections import TAIL_FLOOR
+from rlmix.algos.corrections import centering_term
 from rlmix.algos.losses import policy_loss
 from rlmix.algos.support import Support, full_logprobs, on_kept_set
 from rlmix.studies import token_task as task
@@ -209,11 +209,10 @@ def tail_ratio(trainer_TV: Tensor, sampler_TV: Tensor) -> float:
         trainer_TV, sampler_TV: logprobs over the whole vocabulary.
     """
     head_TK = sampler_TV.topk(HEAD, dim=1).indices
-    masses = [
-        (1.0 - logprobs.gather(1, head_TK).exp().sum(1)).clamp(min=TAIL_FLOOR)
-        for logprobs in (sampler_TV, trainer_TV)
-    ]
-    return float((masses[0] / masses[1]).mean())
+    head = Support(trainer_TV.gather(1, head_TK), sampler_TV.gather(1, head_TK), is_exact=False)
+    # The kind of weights does not enter the ratio.
+    term = centering_term(head, kind="none", low=0.0, high=1.0)
+    return float(term.tail_ratio_T.mean())
 
 
 def _update(

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlmix.studies.token_grid import cells, name_of, read_records, record_cell
+from rlmix.studies.records import read_records
+from rlmix.studies.token_grid import cells, name_of, record_cell
 from rlmix.studies.token_policy import initial_weights
 from rlmix.studies.token_report import figure, judged, outcome_table
 from rlmix.studies.token_run import Cell, Correction, sample, tail_ratio, warm_start
