@@ -62,11 +62,11 @@ def runs(context: typer.Context, directory: RunsDir = None, as_json: AsJson = Fa
 @answered
 def list_runs(directory: RunsDir = None, as_json: AsJson = False) -> Answer:
     """All runs of a folder, newest first."""
-    from rlmix.observe import runs as found
+    from rlmix.observe.runs import read_runs
     from rlmix.observe.runs_view import runs_table
 
     root = _root(directory)
-    rows, unreadable = found.list_runs(root), found.unreadable_runs(root)
+    rows, unreadable = read_runs(root)
     return Answer(
         document={
             "dir": str(root),

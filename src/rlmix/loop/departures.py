@@ -14,7 +14,6 @@ from rlmix.core.machine import Machine, find_machine
 from rlmix.loop.scaler import Scaler
 from rlmix.pools.callbacks import OnEvent
 from rlmix.pools.fleet import Fleet
-from rlmix.pools.spec import ReplicaStatus
 from rlmix.scaling.operation import Operation
 
 
@@ -80,7 +79,7 @@ class Departures:
             if known := state.operations.get(state.leaving.get(machine.id, "")):
                 return known
             statuses = self._fleet.status()
-            there = [s for s in statuses if _is_on(s, machine)]
+            there = [s for s in statuses if s.is_on(machine)]
             there = [s for s in there if not (s.state.is_final or s.is_leaving)]
             names = [s.name for s in there]
             # Those may still be put there, or are about to serve there and have no session.
@@ -120,7 +119,7 @@ class Departures:
                 raise ConfigError(f"machine {machine}: nobody told it to leave, so it stays anyway")
             self._put({one: by for one, by in state.leaving.items() if one != machine.id})
             statuses = self._fleet.status()
-            there = [s.name for s in statuses if _is_on(s, machine)]
+            there = [s.name for s in statuses if s.is_on(machine)]
             self._on_event(
                 "machine_stays", reason, machine=machine.id, host=machine.host,
                 address=machine.address, replicas=there,
@@ -141,7 +140,3 @@ class Departures:
                 "not set), so no machine can leave it; end it with `rlmix runs stop`"
             )
         return find_machine(name, self._cluster.machines())
-
-
-def _is_on(status: ReplicaStatus, machine: Machine) -> bool:
-    return status.machine is not None and status.machine.id == machine.id

@@ -33,8 +33,7 @@ from rlmix.pools.fleet import Fleet
 from rlmix.pools.replica import Replica
 from rlmix.pools.spec import FleetSpec, ReplicaSpec
 from rlmix.router.client import RouterAdmin
-from rlmix.sandbox.reap import command as reap_command
-from rlmix.sandbox.reap import reap
+from rlmix.sandbox.reap import reap, reap_command
 from rlmix.sessions.worker import TaskWorker
 from rlmix.trainer.spec import TrainerSpec
 

@@ -67,9 +67,7 @@ def scale_document(
                 "address": machine.address,
                 "host": machine.host,
                 "is_leaving": machine.id in state.leaving,
-                "replicas": [
-                    s.name for s in statuses if s.machine is not None and s.machine.id == machine.id
-                ],
+                "replicas": [s.name for s in statuses if s.is_on(machine)],
             }
             for machine in machines
         ],

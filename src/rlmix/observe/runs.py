@@ -84,29 +84,22 @@ class StopResult:
 
 def list_runs(root: Path, *, now_s: float | None = None) -> list[RunRow]:
     """All runs of a folder, newest first; a missing folder has none."""
+    return read_runs(root, now_s=now_s)[0]
+
+
+def read_runs(root: Path, *, now_s: float | None = None) -> tuple[list[RunRow], dict[str, str]]:
+    """`list_runs`, and the folders of runs that this version cannot read, with the reason."""
     if not root.is_dir():
-        return []
+        return [], {}
     now_s = time.time() if now_s is None else now_s
-    rows = []
-    for path in root.iterdir():
+    rows, unreadable = [], {}
+    for path in sorted(root.iterdir()):
         if is_run_dir(path):
             try:
                 rows.append(_row(path, read_manifest(path), now_s))
-            except DataError:
-                continue  # `unreadable_runs` has it.
-    return sorted(rows, key=lambda row: row.started_s, reverse=True)
-
-
-def unreadable_runs(root: Path) -> dict[str, str]:
-    """Folders of runs that this version cannot read, and why."""
-    found = {}
-    for path in sorted(root.iterdir()) if root.is_dir() else []:
-        if is_run_dir(path):
-            try:
-                read_manifest(path)
             except DataError as error:
-                found[path.name] = str(error)
-    return found
+                unreadable[path.name] = str(error)
+    return sorted(rows, key=lambda row: row.started_s, reverse=True), unreadable
 
 
 def find_run(root: Path, run: str | None = None) -> Path:

@@ -253,3 +253,6 @@ class ReplicaStatus:
     """Where its process is; None: nowhere yet, or on the run's one machine."""
     waits_for_machine: bool
     """It was ordered and has no machine yet."""
+
+    def is_on(self, machine: Machine) -> bool:
+        return self.machine is not None and self.machine.id == machine.id

@@ -66,7 +66,7 @@ def reap(run_id: str, scratch_dir: Path) -> int:
     return len(pids) + num_in_groups + num_containers
 
 
-def command(run_id: str, scratch_dir: Path) -> list[str]:
+def reap_command(run_id: str, scratch_dir: Path) -> list[str]:
     """What does `reap` in a process of its own."""
     return [sys.executable, "-m", "rlmix.sandbox.reap", run_id, str(scratch_dir)]
 

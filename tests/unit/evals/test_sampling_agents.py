@@ -262,6 +262,21 @@ def test_a_probe_tells_network_and_history() -> None:
     assert not read_probe("t", "commits 1\n").is_clean
 
 
+Connection = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+async def answer_over(tmp_path: Path, task: BenchTask, serve: Connection) -> Answer:
+    """The answer of an agent whose endpoint's connections are served so."""
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    agent = EndpointAgent(f"http://127.0.0.1:{port}", model="m", sampling=SAMPLING)
+    try:
+        return await with_backend(tmp_path, lambda backend: agent.answer(task, 0, backend))
+    finally:
+        await agent.close()
+        server.close()
+
+
 def test_an_endpoint_that_hangs_for_most_of_the_time_makes_the_attempt_void(
     tmp_path: Path,
 ) -> None:
@@ -272,14 +287,7 @@ def test_an_endpoint_that_hangs_for_most_of_the_time_makes_the_attempt_void(
             await reader.read()  # Until the client gives up.
             writer.close()
 
-        server = await asyncio.start_server(never, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        agent = EndpointAgent(f"http://127.0.0.1:{port}", model="m", sampling=SAMPLING)
-        try:
-            return await with_backend(tmp_path, lambda backend: agent.answer(task, 0, backend))
-        finally:
-            await agent.close()
-            server.close()
+        return await answer_over(tmp_path, task, never)
 
     answer = asyncio.run(run())
     assert answer.void_reason.startswith("one answer did not come in")
@@ -296,14 +304,7 @@ async def asked_over(tmp_path: Path, task: BenchTask, *, status: str, body: obje
         await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(say, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    agent = EndpointAgent(f"http://127.0.0.1:{port}", model="m", sampling=SAMPLING)
-    try:
-        return await with_backend(tmp_path, lambda backend: agent.answer(task, 0, backend))
-    finally:
-        await agent.close()
-        server.close()
+    return await answer_over(tmp_path, task, say)
 
 
 def test_a_prompt_too_long_for_an_endpoint_fails_that_attempt_and_ends_nothing_else(

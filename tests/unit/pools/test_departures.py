@@ -81,6 +81,11 @@ async def served_by(stage, session_id):
     return headers["X-Rlmix-Replica"]
 
 
+async def homes_of_six(stage):
+    """Session -> the replica that it is served by, of six that begin now."""
+    return {f"s{i}": await served_by(stage, f"s{i}") for i in range(6)}
+
+
 def steps(stage, name):
     return [f["step"] for kind, f in stage.events if kind == "scale_step" and f["replica"] == name]
 
@@ -121,7 +126,7 @@ def test_a_machine_that_leaves_drains_and_its_slot_is_filled_on_another_one(stag
             stage, cluster, spec_of(stage, "h100", 0), spec_of(stage, "a100", 0)
         )
         assert where(fleet) == {"h100-0": "gpu-1", "a100-0": "gpu-2"}
-        homes = {f"s{i}": await served_by(stage, f"s{i}") for i in range(6)}
+        homes = await homes_of_six(stage)
         there = [name for name, home in homes.items() if home == "h100-0"]
         assert there
         begun = await departures.leave("gpu-1", within_s=None, reason="spot notice")
@@ -164,7 +169,7 @@ def test_after_its_time_sessions_go_on_elsewhere_and_a_slot_without_another_mach
         fleet, scaler, departures = await begin(
             stage, cluster, spec_of(stage, "h100", 0), spec_of(stage, "a100", 0)
         )
-        homes = {f"s{i}": await served_by(stage, f"s{i}") for i in range(6)}
+        homes = await homes_of_six(stage)
         begun = await departures.leave("gpu-1", within_s=0.5, reason="spot notice")
         await stage.until(lambda: scaler.operation(begun.id).status.is_final)
         assert {await served_by(stage, name) for name in homes} == {"a100-0"}
@@ -190,7 +195,7 @@ def test_a_machine_that_stays_after_all_opens_what_drains(stage):
         _, scaler, departures = await begin(
             stage, cluster, spec_of(stage, "h100", 0), spec_of(stage, "a100", 0)
         )
-        homes = {f"s{i}": await served_by(stage, f"s{i}") for i in range(6)}
+        homes = await homes_of_six(stage)
         assert "h100-0" in homes.values()
         begun = await departures.leave("gpu-1", within_s=None, reason="spot notice")
         await stage.until(lambda: stage.status("h100-0").is_leaving)
@@ -209,7 +214,7 @@ def test_a_machine_that_goes_before_its_time_is_over_fills_its_slot_elsewhere_al
         fleet, scaler, departures = await begin(
             stage, cluster, spec_of(stage, "h100", 0), spec_of(stage, "a100", 0)
         )
-        homes = {f"s{i}": await served_by(stage, f"s{i}") for i in range(6)}
+        homes = await homes_of_six(stage)
         assert "h100-0" in homes.values()
         begun = await departures.leave("gpu-1", within_s=None, reason="spot notice")
         await stage.until(lambda: "draining" in steps(stage, "h100-0"))
