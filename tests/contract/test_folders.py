@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 
 from rlmix.trainer.checkpoint import save_checkpoint
 from rlmix.trainer.export import export_checkpoint
+from rlmix.weights.files import hold_files
 from rlmix.weights.remote import RemoteStore
 from rlmix.weights.shipping import ship_version
 from rlmix.weights.staging import Stager
@@ -45,7 +46,7 @@ def test_an_exported_checkpoint_holds_the_published_weights(engine, tmp_path):
         tmp_path / "checkpoints",
         step=3,
         version=1,
-        model_state=load_file(engine.folders[1] / "model.safetensors"),
+        model_state=hold_files(load_file(engine.folders[1] / "model.safetensors")),
         model_files=engine.folders[1],
         optimizer_state={"num_steps": torch.tensor(3)},
         random_state=torch.get_rng_state(),

@@ -6,7 +6,7 @@ not quantise keeps its bits. Each view is made from the BF16 weights, never from
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -43,14 +43,24 @@ def encode_view(state: Mapping[str, Tensor], view: str | ViewSpec) -> dict[str, 
             to quantise.
     """
     spec = parse_view(view)
-    named = dict(split_experts(state))
-    quantised = [name for name in named if spec.quantises(name)]
-    if spec.scope == "experts" and not quantised:
+    check_scope(split_names(state), spec)
+    return encode_tensors(state, spec)
+
+
+def check_scope(names: Iterable[str], spec: ViewSpec) -> None:
+    """Raise DataError for a view of experts where no matrix is one; `names` as on disk."""
+    if spec.scope == "experts" and not any(spec.quantises(name) for name in names):
         raise DataError(
             f"view {spec}: the model has no expert matrices (mlp.experts.N.*_proj); use "
             f"{spec.view} without `experts`"
         )
-    shared = _shared_amax(named, quantised) if spec.view == "nvfp4" else {}
+
+
+def encode_tensors(state: Mapping[str, Tensor], spec: ViewSpec) -> dict[str, Tensor]:
+    """`encode_view` of some of a model's tensors: all of those that `shared_scales` names together,
+    or none."""
+    named = dict(split_experts(state))
+    shared = _shared_amax(named, spec) if spec.view == "nvfp4" else {}
     encoded: dict[str, Tensor] = {}
     for name, tensor in named.items():
         if spec.quantises(name):
@@ -108,16 +118,22 @@ def split_names(state: Mapping[str, Tensor]) -> list[str]:
     return [name for name, _ in split_experts(state)]
 
 
-def _shared_amax(named: Mapping[str, Tensor], quantised: list[str]) -> dict[str, Tensor]:
-    """Weight name -> largest magnitude over the projections that share its tensor scale."""
-    shared: dict[str, Tensor] = {}
+def shared_scales(names: Collection[str]) -> Iterator[list[str]]:
+    """Names of the matrices that share a tensor scale, group by group, of `names` as on disk."""
     for group in SHARED_SCALE:
         first = f"{group[0]}.weight"
-        for name in quantised:
-            if not name.endswith(f".{first}"):
-                continue
-            stem = name.removesuffix(first)
-            members = [f"{stem}{part}.weight" for part in group if f"{stem}{part}.weight" in named]
+        for name in names:
+            if name.endswith(f".{first}"):
+                stem = name.removesuffix(first)
+                together = [f"{stem}{part}.weight" for part in group]
+                yield [member for member in together if member in names]
+
+
+def _shared_amax(named: Mapping[str, Tensor], spec: ViewSpec) -> dict[str, Tensor]:
+    """Weight name -> largest magnitude over the projections that share its tensor scale."""
+    shared: dict[str, Tensor] = {}
+    for members in shared_scales(named):
+        if spec.quantises(members[0]):
             amaxes = [
                 finite_amax(named[member], name=member, convention="nvfp4") for member in members
             ]

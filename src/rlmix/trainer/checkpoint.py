@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlmix.core.errors import TrainerError, WeightSyncError
+from rlmix.weights.files import HeldFiles
 from rlmix.weights.manifest import (
     Manifest,
     hash_file,
@@ -28,8 +29,9 @@ from rlmix.weights.manifest import (
     write_manifest,
     write_synced,
 )
-from rlmix.weights.publish import INDEX_FILE, SHARD_BYTES, side_files, write_tensors
+from rlmix.weights.publish import INDEX_FILE, side_files
 from rlmix.weights.store import finish_folder, remove_folder, sweep_unfinished
+from rlmix.weights.writers import ALONE, Writers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,26 +48,6 @@ STEP_PATTERN = re.compile(r"step_(\d{6,})")
 
 SIDE_FOLDER = "model_files"
 """Beside the checkpoints: the run's own copy of config, tokenizer and template files."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Writers:
-    """The ranks that write one checkpoint together, as one of them sees it."""
-
-    rank: int = 0
-    size: int = 1
-    group: Any = None
-    """Gloo, of all of them, and used for nothing else while they write; None for one."""
-
-    def wait(self) -> None:
-        """Until all are here; an exception when one is gone."""
-        if self.size > 1:
-            import torch.distributed as dist
-
-            dist.barrier(group=self.group)
-
-
-ALONE = Writers()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +126,7 @@ def save_checkpoint(
     *,
     step: int,
     version: int,
-    model_state: "Mapping[str, Tensor]",
+    model_state: HeldFiles,
     model_files: Path,
     optimizer_state: "Mapping[str, Tensor]",
     random_state: "Tensor",
@@ -155,7 +137,7 @@ def save_checkpoint(
 
     Args:
         folder: the run's checkpoints folder, which all ranks see; made if it is not there.
-        model_state: BF16, names as in a Hugging Face checkpoint; only rank 0's is read.
+        model_state: BF16, names as in a Hugging Face checkpoint; each rank writes its share.
         model_files: folder whose config, tokenizer and template files are copied.
         optimizer_state: on the CPU; DTensors where they are sharded, else alike on all ranks.
         random_state: uint8, torch's CPU generator on this rank.
@@ -171,16 +153,15 @@ def save_checkpoint(
     tensors = {f"{OPTIMIZER_PREFIX}{name}": tensor for name, tensor in optimizer_state.items()}
     tensors[f"{RANDOM_PREFIX}{writers.rank:05d}"] = random_state
     _write_shards(unfinished / SHARDS, tensors, writers)
-    writers.wait()
+    written = model_state.write(unfinished, writers)
     if writers.rank != 0:
         return final
-    weight_files, index = write_tensors(model_state, unfinished, SHARD_BYTES)
-    if len(weight_files) > 1:
-        write_synced(unfinished / INDEX_FILE, index)
+    if len(written.entries) > 1:
+        write_synced(unfinished / INDEX_FILE, written.index)
     copy_side_files(model_files, unfinished)
     document = {"step": step, "version": version, "ranks": writers.size, "extra": dict(extra)}
     write_synced(unfinished / STATE_FILE, json.dumps(document, indent=1).encode())
-    files = dict(weight_files)
+    files = dict(written.entries)
     for path in sorted(p for p in unfinished.rglob("*") if p.is_file()):
         name = path.relative_to(unfinished).as_posix()
         if name not in files:

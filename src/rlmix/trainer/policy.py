@@ -32,9 +32,10 @@ from rlmix.trainer.documents import (
     documents_arguments,
     reset_states,
 )
+from rlmix.trainer.parts import PolicyParts
 from rlmix.trainer.recompute import no_contexts, recompute_layers
 from rlmix.trainer.routing import Routers, RoutingTally
-from rlmix.trainer.sharded import decoder_layers, shard_model, whole
+from rlmix.trainer.sharded import decoder_layers, shard_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -351,22 +352,17 @@ class Policy:
             other = used
         return _with_attention(self.model, other)
 
+    def parts(self) -> PolicyParts:
+        """The current tensors, for writing them part by part."""
+        return PolicyParts(self.model, is_sharded=self._is_sharded)
+
     def state(self) -> dict[str, Tensor]:
-        """A BF16 copy of all tensors under the names of a Hugging Face checkpoint.
-
-        Transformers fuses experts in memory; on disk, and for every engine, they are one by one.
-        """
-        from transformers.core_model_loading import revert_weight_conversion
-
-        tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
-        state = {
-            name: tensor for name, tensor in self.model.state_dict().items() if name not in tied
-        }
-        with torch.no_grad():
-            if self._is_sharded:
-                state = {name: whole(tensor).to(torch.bfloat16) for name, tensor in state.items()}
-            state = revert_weight_conversion(self.model, state)
-            return {name: state[name].detach().cpu().clone().contiguous() for name in sorted(state)}
+        """A BF16 copy of all tensors under the names of a Hugging Face checkpoint."""
+        parts = self.parts()
+        found: dict[str, Tensor] = {}
+        for number in range(len(parts.layout)):
+            found |= parts.read(number)
+        return dict(sorted(found.items()))
 
     @torch.no_grad()
     def _check_head(self) -> None:

@@ -44,6 +44,7 @@ from rlmix.trainer.shared_step import run_shared
 from rlmix.trainer.spec import SaveReport, StepResult, TrainerSpec
 from rlmix.trainer.step import PassResult, sequence_rule
 from rlmix.trainer.world import World, alone, join, open_store
+from rlmix.weights.files import hold_files
 from rlmix.weights.publish import PublishReport, publish_version
 from rlmix.weights.shipping import ship_report
 
@@ -261,7 +262,8 @@ class TrainerRank:
         return "", True
 
     def publish(self, version: int) -> PublishReport | None:
-        """Write the current weights as `version` in every view; None on ranks that do not write.
+        """Write the current weights as `version` in every view; every rank encodes and writes its
+        share of the files, rank 0 alone reports and sends them on.
 
         Raises:
             WeightSyncError: see `weights.publish`.
@@ -273,18 +275,18 @@ class TrainerRank:
                 f"trainer: cannot publish version {version} after {self._version}; versions only "
                 "grow"
             )
-        state = policy.state()
-        self._version = version
-        if self._spec.rank > 0:
-            return None
         store = Path(self._spec.weights_store)
         report = publish_version(
-            state,
+            policy.parts(),
             version=version,
             store=store,
             views=self._spec.views,
             model_files=self._model_files,
+            writers=self._joined().writers(),
         )
+        self._version = version
+        if self._spec.rank > 0:
+            return None
         return ship_report(
             report,
             store,
@@ -310,7 +312,7 @@ class TrainerRank:
         path = saver.start(
             step=step,
             version=self._version,
-            model_state=policy.state(),
+            model_state=hold_files(policy.parts(), writers=self._joined().writers()),
             model_files=self._model_files,
             optimizer_state=optimizer.state(),
             random_state=torch.get_rng_state(),
@@ -336,7 +338,7 @@ class TrainerRank:
             self._saver = Saver(
                 Path(self._spec.checkpoints_dir),
                 keep=self._spec.keep_checkpoints,
-                writers=self._joined().writers(),
+                writers=self._joined().new_writers(),
             )
         return self._saver
 

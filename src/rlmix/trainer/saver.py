@@ -14,8 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from rlmix.core.errors import TrainerError
-from rlmix.trainer.checkpoint import ALONE, Writers, prune_checkpoints, save_checkpoint
+from rlmix.trainer.checkpoint import prune_checkpoints, save_checkpoint
 from rlmix.trainer.spec import SaveReport
+from rlmix.weights.files import HeldFiles
+from rlmix.weights.writers import ALONE, Writers
 
 SAVE_LIMIT_S = 1800.0
 """Longest that a save may take before waiting for it is given up."""
@@ -42,7 +44,7 @@ class Saver:
         *,
         step: int,
         version: int,
-        model_state: Mapping[str, Tensor],
+        model_state: HeldFiles,
         model_files: Path,
         optimizer_state: Mapping[str, Tensor],
         random_state: Tensor,
@@ -50,8 +52,6 @@ class Saver:
     ) -> Path:
         """Copy everything and write it in the background; arguments as of `save_checkpoint`.
 
-        Args:
-            model_state: is taken over, not copied: the caller made it for this.
         Returns:
             Where the checkpoint will be.
         Raises:

@@ -16,7 +16,7 @@ import torch
 from rlmix.core.errors import TrainerError
 from rlmix.numerics.consistent.reduction import gather_objects
 from rlmix.numerics.consistent.shard import LOOPBACK, gloo_group
-from rlmix.trainer.checkpoint import ALONE, Writers
+from rlmix.weights.writers import ALONE, Writers
 
 EXCHANGE_LIMIT_S = 1800.0
 """Longest that a rank waits for another: a micro-batch of a long session more or less, and the
@@ -42,6 +42,10 @@ class World:
     """Keeps the rendezvous alive on rank 0."""
 
     def writers(self) -> Writers:
+        """For what is written while nobody talks about anything else."""
+        return Writers(rank=self.rank, size=self.size, group=self.group)
+
+    def new_writers(self) -> Writers:
         """For checkpoints: with a group of their own, since they are written while others talk.
         Every rank must call this."""
         if self.size == 1:

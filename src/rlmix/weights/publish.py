@@ -10,23 +10,25 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlmix.core.errors import WeightSyncError
+from rlmix.weights.files import SHARD_BYTES, Written, write_files
 from rlmix.weights.manifest import (
     MANIFEST_NAME,
     FileEntry,
     Manifest,
     hash_file,
     read_manifest,
-    sync_path,
     verify_folder,
     write_manifest,
     write_synced,
 )
+from rlmix.weights.parts import StateParts, as_parts
 from rlmix.weights.store import (
     finish_folder,
     newest_version,
@@ -34,6 +36,7 @@ from rlmix.weights.store import (
     sweep_unfinished,
     version_dir,
 )
+from rlmix.weights.writers import ALONE, Writers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,11 +44,9 @@ if TYPE_CHECKING:
     from rlmix.numerics.view_spec import ViewSpec
     from rlmix.weights.shipping import ShipReport
 
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+T = TypeVar("T")
 
-SHARD_BYTES = 5 * 10**9
-"""Five gigabytes, as Hugging Face cuts checkpoints."""
+INDEX_FILE = "model.safetensors.index.json"
 
 STALE_QUANTIZATION = ("hf_quant_config.json",)
 """Files of a model folder that speak of its own quantisation, which a view does not have."""
@@ -61,8 +62,8 @@ class ViewReport:
     view: str
     path: str
     total_bytes: int
-    encode_s: float
-    write_s: float
+    seconds: float
+    """From the first tensor that is gathered to the folder's name."""
     was_there: bool
     """True: the same bytes had been published before, nothing was written."""
 
@@ -81,37 +82,41 @@ class PublishReport:
         metrics = {"weights/version": float(self.version), "time/publish_s": self.total_s}
         for report in self.views:
             metrics[f"weights/{report.view}_bytes"] = float(report.total_bytes)
-            metrics[f"weights/{report.view}_s"] = report.encode_s + report.write_s
+            metrics[f"weights/{report.view}_s"] = report.seconds
         for shipped in self.shipped:
             metrics |= shipped.metrics()
         return metrics
 
 
 def publish_version(
-    state_bf16: Mapping[str, "Tensor"],
+    state_bf16: "Mapping[str, Tensor] | StateParts",
     *,
     version: int,
     store: Path,
     views: "Sequence[str | ViewSpec]",
     model_files: Path,
     shard_bytes: int = SHARD_BYTES,
+    writers: Writers = ALONE,
 ) -> PublishReport:
-    """Write `<store>/<view>/v%06d/` for every view.
+    """Write `<store>/<view>/v%06d/` for every view. Every writer calls it, and all raise the same.
 
     Args:
-        state_bf16: tensors by their names in a Hugging Face checkpoint, CPU, bfloat16.
+        state_bf16: tensors by their names in a Hugging Face checkpoint, CPU, bfloat16; of several
+            writers each holds and encodes its share only, see `weights.files`.
         version: >= 0, at least the newest of each view.
         views: `bf16`, `fp8`, `nvfp4`, each once, with options as `numerics.view_spec` reads them
             (`nvfp4:experts`).
         model_files: folder with config.json, tokenizer and chat template; its weights are
             not read.
-        shard_bytes: largest weight file; a tensor that is larger has one of its own.
+        shard_bytes: of BF16 tensors that go to one weight file; a tensor that is larger has one of
+            its own.
     Raises:
         WeightSyncError: the version exists with other bytes, a newer one exists, or the model
             folder has no config.json. Views before the failing one stay published.
         DataError: an unknown view, or weights that it cannot hold.
     """
     from rlmix.numerics.view_spec import parse_view
+    from rlmix.numerics.views import check_scope, split_names
 
     started_s = time.perf_counter()
     specs = [parse_view(view) for view in views]
@@ -124,52 +129,109 @@ def publish_version(
         raise WeightSyncError(
             f"weights: {model_files} has no config.json; model_files must be a Hugging Face folder"
         )
-    reports = tuple(
-        _publish_view(
-            state_bf16,
-            version=version,
-            store=store,
-            spec=spec,
-            model_files=model_files,
-            shard_bytes=shard_bytes,
-        )
-        for spec in specs
+    parts = as_parts(state_bf16)
+    names = [name for part in parts.layout for name in split_names(part)]
+    reports = []
+    for spec in specs:
+        check_scope(names, spec)
+        place = _Place(version=version, store=store, spec=spec, model_files=model_files)
+        reports.append(_publish_view(parts, names, place, shard_bytes, writers))
+    return PublishReport(
+        version=version, views=tuple(reports), total_s=time.perf_counter() - started_s
     )
-    return PublishReport(version=version, views=reports, total_s=time.perf_counter() - started_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """Where one view of a version goes."""
+
+    version: int
+    store: Path
+    spec: "ViewSpec"
+    model_files: Path
+
+    @property
+    def final(self) -> Path:
+        return version_dir(self.store, self.spec.view, self.version)
+
+    @property
+    def unfinished(self) -> Path:
+        return self.final.with_name(f".new-{self.final.name}")
+
+    @property
+    def newest(self) -> int | None:
+        return newest_version(self.store, self.spec.view)
 
 
 def _publish_view(
-    state_bf16: Mapping[str, "Tensor"],
-    *,
-    version: int,
-    store: Path,
-    spec: "ViewSpec",
-    model_files: Path,
-    shard_bytes: int,
+    parts: StateParts, names: Sequence[str], place: _Place, shard_bytes: int, writers: Writers
 ) -> ViewReport:
-    view = spec.view
-    final = version_dir(store, view, version)
+    started_s = time.perf_counter()
+    existing = _first(writers, lambda: _begin(place))
+    try:
+        written = write_files(
+            parts,
+            place.unfinished,
+            encode=_encoder(place.spec),
+            shard_bytes=shard_bytes,
+            writers=writers,
+        )
+        facts = _facts(place.spec, names)
+        total_bytes = _first(writers, lambda: _finish(place, written, facts, existing))
+    except Exception:
+        # On a full disk the half of a version would be in the way of everything else.
+        if writers.rank == 0:
+            shutil.rmtree(place.unfinished, ignore_errors=True)
+        raise
+    return ViewReport(
+        view=place.spec.view,
+        path=str(place.final),
+        total_bytes=total_bytes,
+        seconds=time.perf_counter() - started_s,
+        was_there=existing is not None,
+    )
+
+
+def _first(writers: Writers, work: Callable[[], T]) -> T:
+    """What the first writer's `work` gives, for all; or its error."""
+    mine: T | Exception | None = None
+    if writers.rank == 0:
+        try:
+            mine = work()
+        except Exception as error:
+            writers.agree(error)
+            raise
+    return writers.agree(mine)[0]  # type: ignore[return-value]
+
+
+def _begin(place: _Place) -> Manifest | None:
+    """Make the folder to write into; returns the manifest of what is there already."""
+    final, newest = place.final, place.newest
     final.parent.mkdir(parents=True, exist_ok=True)
-    newest = newest_version(store, view)
     existing = _intact_manifest(final)
-    if newest is not None and version < newest and existing is None:
+    if newest is not None and place.version < newest and existing is None:
         raise WeightSyncError(
-            f"weights: version {version} of view {view} comes after {newest}; versions only grow. "
-            "A resumed run discards newer versions first"
+            f"weights: version {place.version} of view {place.spec.view} comes after {newest}; "
+            "versions only grow. A resumed run discards newer versions first"
         )
     sweep_unfinished(final.parent)
-    encode_started_s = time.perf_counter()
-    tensors, quantization = _encode(state_bf16, spec)
-    write_started_s = time.perf_counter()
-    unfinished = final.with_name(f".new-{final.name}-{os.getpid()}")
-    unfinished.mkdir()
-    files, index = write_tensors(tensors, unfinished, shard_bytes)
-    previous = None if newest is None else version_dir(store, view, newest)
-    contents = _side_files(model_files, quantization) | {INDEX_FILE: index}
-    files |= _write_or_link(contents, folder=unfinished, previous=previous)
-    manifest = Manifest(
-        kind="weights", version=version, view=view, files=files, facts=_facts(spec, state_bf16)
-    )
+    place.unfinished.mkdir()
+    return existing
+
+
+def _finish(
+    place: _Place, written: Written, facts: dict[str, Any], existing: Manifest | None
+) -> int:
+    """Add the side files and the manifest, give the folder its name; returns its bytes."""
+    from rlmix.numerics.view_config import quantization_config
+
+    view, version, final, unfinished = place.spec.view, place.version, place.final, place.unfinished
+    newest = place.newest
+    previous = None if newest is None else version_dir(place.store, view, newest)
+    quantization = None if view == "bf16" else quantization_config(place.spec)
+    contents = _side_files(place.model_files, quantization) | {INDEX_FILE: written.index}
+    files = written.entries | _write_or_link(contents, folder=unfinished, previous=previous)
+    manifest = Manifest(kind="weights", version=version, view=view, files=files, facts=facts)
     if existing is not None:
         shutil.rmtree(unfinished)
         if not existing.same_content(manifest):
@@ -187,14 +249,7 @@ def _publish_view(
         if final.exists():
             remove_folder(final)
         finish_folder(unfinished, final)
-    return ViewReport(
-        view=view,
-        path=str(final),
-        total_bytes=manifest.total_bytes,
-        encode_s=write_started_s - encode_started_s,
-        write_s=time.perf_counter() - write_started_s,
-        was_there=existing is not None,
-    )
+    return manifest.total_bytes
 
 
 def _intact_manifest(folder: Path) -> Manifest | None:
@@ -206,27 +261,19 @@ def _intact_manifest(folder: Path) -> Manifest | None:
         return None
 
 
-def _encode(
-    state_bf16: Mapping[str, "Tensor"], spec: "ViewSpec"
-) -> tuple[dict[str, "Tensor"], dict[str, Any] | None]:
-    """(tensors to write, quantization_config for config.json)."""
-    from rlmix.numerics.views import encode_view, split_experts
+def _encoder(spec: "ViewSpec") -> "Callable[[Mapping[str, Tensor]], dict[str, Tensor]]":
+    from rlmix.numerics.views import encode_tensors, split_experts
 
-    if spec.view == "bf16":
+    def plain(tensors: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
         # One matrix per expert, as engines read checkpoints: SGLang 0.5.23 skips fused names
         # without a word and computes NaN. Parts of one tensor are copied, for they share memory.
-        parts = split_experts(state_bf16)
-        return {n: t if n in state_bf16 else t.clone() for n, t in parts}, None
-    from rlmix.numerics.view_config import quantization_config
+        return {n: t if n in tensors else t.clone() for n, t in split_experts(tensors)}
 
-    return encode_view(state_bf16, spec), quantization_config(spec)
+    return plain if spec.view == "bf16" else partial(encode_tensors, spec=spec)
 
 
-def _facts(spec: "ViewSpec", state_bf16: Mapping[str, "Tensor"]) -> dict[str, Any]:
+def _facts(spec: "ViewSpec", names: Sequence[str]) -> dict[str, Any]:
     """What a reader of the manifest learns without opening a tensor."""
-    from rlmix.numerics.views import split_names
-
-    names = split_names(state_bf16)
     quantised = sum(spec.quantises(name) for name in names)
     return {
         "spec": str(spec),
@@ -237,36 +284,6 @@ def _facts(spec: "ViewSpec", state_bf16: Mapping[str, "Tensor"]) -> dict[str, An
         "quantised_matrices": quantised,
         "bf16_tensors": len(names) - quantised,
     }
-
-
-def write_tensors(
-    tensors: Mapping[str, "Tensor"], folder: Path, shard_bytes: int
-) -> tuple[dict[str, FileEntry], bytes]:
-    """Weight files of at most `shard_bytes` (or one tensor), on disk, and the index that names
-    them, which is not written."""
-    from safetensors.torch import save_file
-
-    shards: list[dict[str, Tensor]] = [{}]
-    held = total = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        if shards[-1] and held + size > shard_bytes:
-            shards.append({})
-            held = 0
-        shards[-1][name] = tensor
-        held += size
-        total += size
-    entries, weight_map = {}, {}
-    for number, shard in enumerate(shards, start=1):
-        file = WEIGHTS_FILE
-        if len(shards) > 1:
-            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        sync_path(folder / file)
-        entries[file] = hash_file(folder / file)
-        weight_map.update(dict.fromkeys(shard, file))
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return entries, json.dumps(index, indent=2).encode()
 
 
 def _side_files(model_files: Path, quantization: dict[str, Any] | None) -> dict[str, bytes]:

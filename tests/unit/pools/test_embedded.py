@@ -84,7 +84,8 @@ def test_a_killed_replica_is_replaced_on_the_newest_version_while_its_sessions_g
             answers = [turn for turns in await asyncio.gather(*tasks) for turn in turns]
             assert {turn.pool for turn in answers} == {"b200", "a100"}
             assert {span.version for turn in answers for span in turn.version_spans} == {1}
-            assert max(turn.rehomed for turn in answers) == 1
+            # Twice for a session that had come from a busier replica just before.
+            assert max(turn.rehomed for turn in answers) in (1, 2)
             await stage.until(
                 lambda: (
                     stage.status("b200-0").incarnation == 2

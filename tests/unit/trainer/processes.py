@@ -53,7 +53,10 @@ class ProcessHandle:
 
 
 def serve(pipe, spec):
+    import torch
+
     from rlmix.trainer.rank import TrainerRank
+    from rlmix.weights.publish import publish_version
 
     rank = TrainerRank(spec)
     while True:
@@ -69,6 +72,17 @@ def serve(pipe, spec):
             elif method == "state":
                 policy, optimizer = rank._parts()
                 answer = (policy.state(), optimizer.full_state())
+            elif method == "publish_in_files":
+                version, store, views, shard_bytes = args
+                answer = publish_version(
+                    rank._parts()[0].parts(), version=version, store=store, views=views,
+                    model_files=rank._model_files, shard_bytes=shard_bytes,
+                    writers=rank._joined().writers(),
+                )  # fmt: skip
+            elif method == "spoil":
+                with torch.no_grad():
+                    rank._parts()[0].parameters()[args[0]].fill_(float("nan"))
+                answer = None
             else:
                 answer = getattr(rank, method)(*args, **kwargs)
         except Exception as error:

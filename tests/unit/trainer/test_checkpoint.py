@@ -14,6 +14,7 @@ from rlmix.trainer.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
+from rlmix.weights.files import hold_files
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def save(folder, step, *, value=1.0, extra=None):
         folder,
         step=step,
         version=step + 10,
-        model_state={"weight": torch.full((3,), value).bfloat16()},
+        model_state=hold_files({"weight": torch.full((3,), value).bfloat16()}),
         model_files=folder.parent / "model",
         optimizer_state={"master/weight": torch.full((3,), value), "num_steps": torch.tensor(step)},
         random_state=torch.get_rng_state(),
@@ -175,13 +176,13 @@ def test_a_rank_that_was_not_there_has_no_random_state(folder):
     assert checkpoint.random_state_of(1) is None
 
 
-def test_a_large_model_is_cut_into_several_files_with_an_index(folder, monkeypatch):
-    monkeypatch.setattr("rlmix.trainer.checkpoint.SHARD_BYTES", 10)
+def test_a_large_model_is_cut_into_several_files_with_an_index(folder):
+    state = {name: torch.ones(3).bfloat16() for name in ("a", "b")}
     path = save_checkpoint(
         folder,
         step=1,
         version=1,
-        model_state={name: torch.ones(3).bfloat16() for name in ("a", "b")},
+        model_state=hold_files(state, shard_bytes=10),
         model_files=folder.parent / "model",
         optimizer_state={"num_steps": torch.tensor(1)},
         random_state=torch.get_rng_state(),

@@ -19,6 +19,7 @@ from rlmix.trainer.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
+from rlmix.weights.files import hold_files
 
 FILE_EVENTS = ("open", "os.", "shutil.")
 """Audit events of Python that are about files. Fsync has none: it changes nothing that is seen."""
@@ -39,7 +40,7 @@ def save(folder, step):
         folder,
         step=step,
         version=step,
-        model_state={"weight": torch.full((64,), float(step)).bfloat16()},
+        model_state=hold_files({"weight": torch.full((64,), float(step)).bfloat16()}),
         model_files=folder.parent / "model",
         optimizer_state={"master/weight": torch.full((64,), float(step))},
         random_state=torch.get_rng_state(),
@@ -144,7 +145,8 @@ SAVE_FOREVER = """
 import sys
 from pathlib import Path
 import torch
-from rlmix.trainer.checkpoint import ALONE
+from rlmix.weights.files import hold_files
+from rlmix.weights.writers import ALONE
 from rlmix.trainer.saver import Saver
 
 folder, step = Path(sys.argv[1]), 0
@@ -155,7 +157,8 @@ while True:
     weights.fill_(step)
     saver.start(
         step=step, version=step, model_files=folder.parent / "model",
-        model_state={"weight": weights.bfloat16()}, optimizer_state={"master/weight": weights},
+        model_state=hold_files({"weight": weights.bfloat16()}),
+        optimizer_state={"master/weight": weights},
         random_state=torch.get_rng_state(), extra={"step": step},
     )
     weights.fill_(-1.0)  # As if the next step changed them while the save runs.

@@ -4,6 +4,7 @@ import torch
 from rlmix.core.errors import TrainerError
 from rlmix.trainer.checkpoint import load_checkpoint
 from rlmix.trainer.saver import Saver
+from rlmix.weights.files import hold_files
 
 
 @pytest.fixture
@@ -17,7 +18,7 @@ def start(saver, tmp_path, step, weights):
     return saver.start(
         step=step,
         version=step,
-        model_state={"weight": weights.bfloat16()},
+        model_state=hold_files({"weight": weights.bfloat16()}),
         model_files=tmp_path / "model",
         optimizer_state={"master/weight": weights},
         random_state=torch.get_rng_state(),
