@@ -27,9 +27,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-FILE_SHARE = 16
-"""Weight files of a version: as many as five gigabytes cut out of a model of 80 GB."""
-
 
 def make_model(folder: Path, layers: int) -> int:
     """A random model's folder; returns the bytes of its BF16 weights."""
@@ -82,7 +79,7 @@ def serve(pipe: Any, rank: int, ranks: int, asked: argparse.Namespace, folder: P
     told = {
         "views": views,
         "model_files": folder / "model",
-        "shard_bytes": asked.model_bytes // FILE_SHARE,
+        "shard_bytes": asked.file_mib * 2**20,
     }
 
     def from_shards(version: int) -> None:
@@ -115,6 +112,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--file-mib", type=int, default=16, help="of one weight file; a run: 4768")
     parser.add_argument("--views", default="bf16,fp8,nvfp4")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()

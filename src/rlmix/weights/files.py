@@ -2,13 +2,15 @@
 
 Which tensor lies in which file depends on the tensors alone, never on how many write: any number of
 writers makes the same bytes. File k belongs to writer k modulo their number; all read the parts of
-as many files as there are writers, each keeps and encodes its own, so a writer holds one file and
-one part.
+as many files as there are writers, once for all views; each keeps and encodes its own, so a writer
+holds one file of each view and one part.
 """
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,68 +40,133 @@ class Written:
     entries: dict[str, FileEntry]
     index: bytes
     """What names the file of every tensor; it is not on disk yet."""
+    seconds: float
+    """Encoding and writing, of the slowest writer."""
 
 
-@dataclass(frozen=True, slots=True)
 class HeldFiles:
     """One writer's share of a model, in memory, for writing later."""
 
-    num_files: int
-    """Of all writers together."""
-    files: "Mapping[int, Tensors]"
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._files: dict[int, Tensors] = {}
+        self.failure: Exception | None = None
+
+    def take(self, number: int, tensors: "Tensors") -> None:
+        self._files[number] = {**self._files.get(number, {}), **tensors}
+
+    def finish(self, number: int) -> None:
+        """It stays in memory."""
 
     def write(self, folder: Path, writers: Writers = ALONE) -> Written:
         """Every writer calls it; raises what any of them met."""
-        names = file_names(self.num_files)
-        try:
-            mine = [_write_file(folder, names[k], held) for k, held in self.files.items()]
-        except Exception as error:
-            writers.agree(error)
-            raise
-        return _joined(writers.agree(mine))
+        view = _View(folder, dict, self._names)
+        for number, tensors in self._files.items():
+            _guarded(view, partial(view.take, number, tensors))
+            _guarded(view, partial(view.finish, number))
+        return _View.joined(writers.agree(view.mine()))
 
 
 def hold_files(
     state: "Tensors | StateParts", *, shard_bytes: int = SHARD_BYTES, writers: Writers = ALONE
 ) -> HeldFiles:
     """This writer's share of a state as it is now. Every writer calls it."""
-    held: dict[int, Tensors] = {}
     parts = as_parts(state)
     plan = plan_files(parts.layout, shard_bytes)
-    _each_file(parts, plan, writers, encode=dict, finish=held.__setitem__)
-    return HeldFiles(len(plan), held)
+    held = HeldFiles(file_names(len(plan)))
+    _each_file(parts, plan, writers, [held])
+    if held.failure is not None:
+        raise held.failure
+    return held
 
 
 def write_files(
     state: StateParts,
-    folder: Path,
+    views: "Sequence[tuple[Path, Callable[[Tensors], Tensors]]]",
     *,
-    encode: "Callable[[Tensors], Tensors]",
     shard_bytes: int = SHARD_BYTES,
     writers: Writers = ALONE,
-) -> Written:
-    """Encode and write a state, file by file. Every writer calls it.
+) -> list[Written | Exception]:
+    """Encode and write a state in several views, file by file. Every writer calls it.
 
     Args:
-        encode: what lies on disk for the BF16 tensors of a unit.
+        views: folder, and what lies on disk there for the BF16 tensors of a unit.
         shard_bytes: of BF16 tensors in one file; what is encoded may be smaller. A unit that is
             larger has a file of its own.
-    Raises:
-        Exception: what any writer met; all raise it.
+    Returns:
+        For each view what all have written, or what the first of them met: the others go on.
     """
     plan = plan_files(state.layout, shard_bytes)
-    names = file_names(len(plan))
-    mine: list[tuple[str, FileEntry, dict[str, int]]] = []
+    takers = [_View(folder, encode, file_names(len(plan))) for folder, encode in views]
+    _each_file(state, plan, writers, takers)
+    found = writers.gather([taker.mine() for taker in takers])
+    return [_outcome(shares) for shares in zip(*found, strict=True)]
 
-    def finish(number: int, tensors: "Tensors") -> None:
-        mine.append(_write_file(folder, names[number], tensors))
 
-    try:
-        _each_file(state, plan, writers, encode=encode, finish=finish)
-    except Exception as error:
-        writers.agree(error)
-        raise
-    return _joined(writers.agree(mine))
+def _outcome(shares: "Sequence[_Share | Exception]") -> Written | Exception:
+    for share in shares:
+        if isinstance(share, Exception):
+            return share
+    return _View.joined([share for share in shares if isinstance(share, _Share)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one writer wrote of one view."""
+
+    files: list[tuple[str, FileEntry, dict[str, int]]]
+    """Name, entry, bytes of each tensor."""
+    seconds: float
+
+
+class _View:
+    """Encodes and writes one view's files of this writer."""
+
+    def __init__(
+        self, folder: Path, encode: "Callable[[Tensors], Tensors]", names: Sequence[str]
+    ) -> None:
+        self._folder = folder
+        self._encode = encode
+        self._names = names
+        self._encoded: dict[str, Tensor] = {}
+        self._share = _Share([], 0.0)
+        self.failure: Exception | None = None
+
+    def take(self, number: int, tensors: "Tensors") -> None:
+        started_s = time.perf_counter()
+        self._encoded |= self._encode(tensors)
+        self._add(started_s)
+
+    def finish(self, number: int) -> None:
+        from safetensors.torch import save_file
+
+        started_s = time.perf_counter()
+        path = self._folder / self._names[number]
+        save_file(self._encoded, path, metadata={"format": "pt"})
+        sync_path(path)
+        sizes = {name: t.numel() * t.element_size() for name, t in self._encoded.items()}
+        self._share.files.append((path.name, hash_file(path), sizes))
+        self._encoded = {}
+        self._add(started_s)
+
+    def _add(self, started_s: float) -> None:
+        spent_s = self._share.seconds + time.perf_counter() - started_s
+        self._share = replace(self._share, seconds=spent_s)
+
+    def mine(self) -> _Share | Exception:
+        return self._share if self.failure is None else self.failure
+
+    @staticmethod
+    def joined(shares: "Sequence[_Share]") -> Written:
+        files = sorted(file for share in shares for file in share.files)
+        total = sum(size for _, _, sizes in files for size in sizes.values())
+        weight_map = {name: file for file, _, sizes in files for name in sizes}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        return Written(
+            {file: entry for file, entry, _ in files},
+            json.dumps(index, indent=2).encode(),
+            max(share.seconds for share in shares),
+        )
 
 
 def plan_files(layout: "Sequence[Tensors]", shard_bytes: int) -> list[list[Unit]]:
@@ -139,18 +206,12 @@ def _each_file(
     state: StateParts,
     plan: Sequence[Sequence[Unit]],
     writers: Writers,
-    *,
-    encode: "Callable[[Tensors], Tensors]",
-    finish: "Callable[[int, Tensors], None]",
+    takers: "Sequence[HeldFiles | _View]",
 ) -> None:
-    """`finish(number, tensors)` for each file of this writer.
-
-    An error here does not end the reading: the others need this writer for their parts.
-    """
-    failure: Exception | None = None
+    """Give each taker the units of this writer's files, and tell it where a file ends."""
     for start in range(0, len(plan), writers.size):
         turn = plan[start : start + writers.size]
-        mine: dict[str, Tensor] = {}
+        mine = start + writers.rank
         for units in zip_longest(*turn, fillvalue=()):
             held: dict[str, Tensor] = {}
             for owner, unit in enumerate(units):
@@ -158,36 +219,16 @@ def _each_file(
                     tensors = state.read(part)
                     if owner == writers.rank:
                         held |= tensors
-            if failure is None and held:
-                try:
-                    mine |= encode(held)
-                except Exception as error:
-                    failure = error
-        if failure is None and writers.rank < len(turn):
-            try:
-                finish(start + writers.rank, mine)
-            except Exception as error:
-                failure = error
-    if failure is not None:
-        raise failure
+            for taker in takers if held else ():
+                _guarded(taker, partial(taker.take, mine, held))
+        for taker in takers if mine < len(plan) else ():
+            _guarded(taker, partial(taker.finish, mine))
 
 
-def _write_file(
-    folder: Path, name: str, tensors: "Tensors"
-) -> tuple[str, FileEntry, dict[str, int]]:
-    """(file, entry, bytes of each tensor)"""
-    from safetensors.torch import save_file
-
-    path = folder / name
-    save_file(dict(tensors), path, metadata={"format": "pt"})
-    sync_path(path)
-    sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in tensors.items()}
-    return name, hash_file(path), sizes
-
-
-def _joined(found: list[list[tuple[str, FileEntry, dict[str, int]]]]) -> Written:
-    files = sorted((name, entry, sizes) for part in found for name, entry, sizes in part)
-    total = sum(size for _, _, sizes in files for size in sizes.values())
-    weight_map = {key: name for name, _, sizes in files for key in sizes}
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return Written({name: entry for name, entry, _ in files}, json.dumps(index, indent=2).encode())
+def _guarded(taker: "HeldFiles | _View", work: Callable[[], None]) -> None:
+    """An error does not end the reading: the others need this writer for their parts."""
+    if taker.failure is None:
+        try:
+            work()
+        except Exception as error:
+            taker.failure = error

@@ -63,7 +63,7 @@ class ViewReport:
     path: str
     total_bytes: int
     seconds: float
-    """From the first tensor that is gathered to the folder's name."""
+    """Encoding and writing its files, of the slowest writer."""
     was_there: bool
     """True: the same bytes had been published before, nothing was written."""
 
@@ -112,8 +112,9 @@ def publish_version(
             its own.
     Raises:
         WeightSyncError: the version exists with other bytes, a newer one exists, or the model
-            folder has no config.json. Views before the failing one stay published.
-        DataError: an unknown view, or weights that it cannot hold.
+            folder has no config.json.
+        DataError: an unknown view, or weights that it cannot hold; the other views are
+            published first.
     """
     from rlmix.numerics.view_spec import parse_view
     from rlmix.numerics.views import check_scope, split_names
@@ -131,14 +132,26 @@ def publish_version(
         )
     parts = as_parts(state_bf16)
     names = [name for part in parts.layout for name in split_names(part)]
-    reports = []
     for spec in specs:
         check_scope(names, spec)
-        place = _Place(version=version, store=store, spec=spec, model_files=model_files)
-        reports.append(_publish_view(parts, names, place, shard_bytes, writers))
-    return PublishReport(
-        version=version, views=tuple(reports), total_s=time.perf_counter() - started_s
-    )
+    places = [
+        _Place(version=version, store=store, spec=spec, model_files=model_files) for spec in specs
+    ]
+    try:
+        there = _first(writers, lambda: [_begin(place) for place in places])
+        written = write_files(
+            parts,
+            [(place.unfinished, _encoder(place.spec)) for place in places],
+            shard_bytes=shard_bytes,
+            writers=writers,
+        )
+        reports = _first(writers, lambda: _finish_all(places, written, names, there))
+    finally:
+        # On a full disk the half of a version would be in the way of everything else.
+        if writers.rank == 0:
+            for place in places:
+                shutil.rmtree(place.unfinished, ignore_errors=True)
+    return PublishReport(version=version, views=reports, total_s=time.perf_counter() - started_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,35 +174,6 @@ class _Place:
     @property
     def newest(self) -> int | None:
         return newest_version(self.store, self.spec.view)
-
-
-def _publish_view(
-    parts: StateParts, names: Sequence[str], place: _Place, shard_bytes: int, writers: Writers
-) -> ViewReport:
-    started_s = time.perf_counter()
-    existing = _first(writers, lambda: _begin(place))
-    try:
-        written = write_files(
-            parts,
-            place.unfinished,
-            encode=_encoder(place.spec),
-            shard_bytes=shard_bytes,
-            writers=writers,
-        )
-        facts = _facts(place.spec, names)
-        total_bytes = _first(writers, lambda: _finish(place, written, facts, existing))
-    except Exception:
-        # On a full disk the half of a version would be in the way of everything else.
-        if writers.rank == 0:
-            shutil.rmtree(place.unfinished, ignore_errors=True)
-        raise
-    return ViewReport(
-        view=place.spec.view,
-        path=str(place.final),
-        total_bytes=total_bytes,
-        seconds=time.perf_counter() - started_s,
-        was_there=existing is not None,
-    )
 
 
 def _first(writers: Writers, work: Callable[[], T]) -> T:
@@ -219,10 +203,30 @@ def _begin(place: _Place) -> Manifest | None:
     return existing
 
 
+def _finish_all(
+    places: Sequence[_Place],
+    written: Sequence[Written | Exception],
+    names: Sequence[str],
+    there: Sequence[Manifest | None],
+) -> tuple[ViewReport, ...]:
+    """Finish every view that can be; the first error of one that cannot is raised at the end."""
+    reports, failures = [], []
+    for place, found, existing in zip(places, written, there, strict=True):
+        try:
+            if isinstance(found, Exception):
+                raise found
+            reports.append(_finish(place, found, _facts(place.spec, names), existing))
+        except Exception as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+    return tuple(reports)
+
+
 def _finish(
     place: _Place, written: Written, facts: dict[str, Any], existing: Manifest | None
-) -> int:
-    """Add the side files and the manifest, give the folder its name; returns its bytes."""
+) -> ViewReport:
+    """Add the side files and the manifest, and give the folder its name."""
     from rlmix.numerics.view_config import quantization_config
 
     view, version, final, unfinished = place.spec.view, place.version, place.final, place.unfinished
@@ -233,7 +237,6 @@ def _finish(
     files = written.entries | _write_or_link(contents, folder=unfinished, previous=previous)
     manifest = Manifest(kind="weights", version=version, view=view, files=files, facts=facts)
     if existing is not None:
-        shutil.rmtree(unfinished)
         if not existing.same_content(manifest):
             changed = sorted(
                 name
@@ -249,7 +252,13 @@ def _finish(
         if final.exists():
             remove_folder(final)
         finish_folder(unfinished, final)
-    return manifest.total_bytes
+    return ViewReport(
+        view=view,
+        path=str(final),
+        total_bytes=manifest.total_bytes,
+        seconds=written.seconds,
+        was_there=existing is not None,
+    )
 
 
 def _intact_manifest(folder: Path) -> Manifest | None:
