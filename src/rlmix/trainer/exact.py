@@ -116,6 +116,10 @@ class ExactPolicy(Policy):
         trainer_P, support = _on_support(scores, batch, replay=replay)
         return TokenLogprobs(trainer_P, support, scores.entropy_P, tally, head)
 
+    def products(self) -> AbstractContextManager[Any]:
+        """Its operators have an order of their own."""
+        return nullcontext()
+
     def computed_otherwise(self, *, num_tokens: int) -> AbstractContextManager[None]:
         """There is no other order; another packing must change nothing."""
         return nullcontext()

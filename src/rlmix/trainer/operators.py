@@ -53,7 +53,16 @@ class TransformersOperators:
             "post_norm", "router", "route", "gate_up", "act", "down", "combine", "final_norm",
             "head", "logprob",
         )  # fmt: skip
-        return {name: getattr(self, name) for name in names}
+        return {name: self._as_in_training(getattr(self, name)) for name in names}
+
+    def _as_in_training(
+        self, operator: Callable[[int, Registers], dict[str, Tensor]]
+    ) -> Callable[[int, Registers], dict[str, Tensor]]:
+        def run(layer: int, registers: Registers) -> dict[str, Tensor]:
+            with self._policy.products():
+                return operator(layer, registers)
+
+        return run
 
     def _counts(self) -> tuple[int, int]:
         return int(self._config.num_attention_heads), int(self._config.num_key_value_heads)

@@ -33,6 +33,7 @@ from rlmix.trainer.documents import (
     reset_states,
 )
 from rlmix.trainer.parts import PolicyParts
+from rlmix.trainer.products import wide_products
 from rlmix.trainer.recompute import no_contexts, recompute_layers
 from rlmix.trainer.routing import Routers, RoutingTally
 from rlmix.trainer.sharded import decoder_layers, shard_model
@@ -199,15 +200,24 @@ class Policy:
 
         Its result must be tensors, or tuples and lists of them: FSDP2 looks for gradients there.
         """
-        if not self._is_sharded:
-            return body()
-        root: Any = self.model
-        found: T = root.run_gathered(body)
+        with self.products():
+            if not self._is_sharded:
+                return body()
+            root: Any = self.model
+            found: T = root.run_gathered(body)
         if not torch.is_grad_enabled():
             # A backward pass gives the gathered weights back; without one they would stay, and be
             # those of before the next optimizer step.
             root.reshard()
         return found
+
+    def products(self) -> AbstractContextManager[Any]:
+        """Around everything that multiplies matrices, the backward pass included."""
+        return wide_products(self._device)
+
+    def backward(self, loss: Tensor) -> None:
+        with self.products():
+            loss.backward()
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Trainable parameters by name, tied ones once."""

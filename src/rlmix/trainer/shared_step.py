@@ -102,4 +102,4 @@ def _run_filler(policy: Policy, *, needs_gradient: bool) -> None:
     with torch.set_grad_enabled(needs_gradient):
         (logprobs_P,) = policy.next_logprobs(ids_BT, [FILLER_TOKENS], temperature=1.0)
         if needs_gradient:
-            (logprobs_P.sum() * 0.0).backward()
+            policy.backward(logprobs_P.sum() * 0.0)

@@ -158,7 +158,7 @@ def run_micro_batch(
     value = float(batch_loss.detach())
     is_finite = math.isfinite(value)
     if batch.needs_gradient and (is_finite or is_in_step):
-        batch_loss.backward()
+        policy.backward(batch_loss)
     if not is_finite:
         return BatchPass(loss=value, failure=_failure(batch, terms))
     heads = None
