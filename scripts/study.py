@@ -13,6 +13,7 @@ are what the records give (exit code 1 if not).
 """
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -88,7 +89,7 @@ def run_token(args: argparse.Namespace) -> int:
 
 
 def run_agentic(args: argparse.Namespace) -> int:
-    from rlmix.studies.agentic import ARMS, FLEETS, SEEDS, cells, record_run
+    from rlmix.studies.agentic import ARMS, FLEETS, SEEDS, cells, is_finished, record_run
 
     todo = [
         cell
@@ -98,13 +99,21 @@ def run_agentic(args: argparse.Namespace) -> int:
     for number, cell in enumerate(todo, 1):
         run_dir = args.runs / cell.name
         print(f"{cell.name}  {number}/{len(todo)}", file=sys.stderr, flush=True)
-        if record_run(cell, run_dir, args.records) is None:
-            begun = [sys.executable, "-m", "rlmix", *cell.train_arguments(args.runs)]
-            code = subprocess.run(begun, cwd=ROOT).returncode
-            if record_run(cell, run_dir, args.records) is None:
+        rlmix = [sys.executable, "-m", "rlmix"]
+        if not is_finished(run_dir):
+            code = subprocess.run([*rlmix, *cell.train_arguments(args.runs)], cwd=ROOT).returncode
+            if not is_finished(run_dir):
                 print(f"study: {cell.name} did not finish (exit code {code}); the same command "
                       "goes on with it", file=sys.stderr)  # fmt: skip
                 return code or 1
+        judged = subprocess.run(
+            [*rlmix, *cell.evaluate_arguments(args.runs)], cwd=ROOT, stdout=subprocess.PIPE
+        )
+        if judged.returncode != 0:
+            print(f"study: {cell.name} could not be judged (exit code {judged.returncode}); the "
+                  "same command goes on with it", file=sys.stderr)  # fmt: skip
+            return judged.returncode
+        record_run(cell, run_dir, args.records, several=json.loads(judged.stdout))
     return 0
 
 

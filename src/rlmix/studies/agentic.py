@@ -4,7 +4,7 @@ Invariant: a record is a function of one finished run's folder; it is complete o
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,10 @@ KEPT = (
     "loss/entropy",
 )
 """Of `metrics.jsonl`, one value for each update."""
+
+
+SEVERAL_TASKS, ATTEMPTS = 50, 4
+"""Held-out tasks that are tried several times, and how often."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +56,23 @@ class AgenticCell:
             f"run.name={self.name}",
         ]
 
+    def evaluate_arguments(self, runs: Path) -> list[str]:
+        """Of `rlmix`: what judges the trained policy by several attempts at each task. Asked again
+        it goes on where it stopped."""
+        return [
+            "eval",
+            "swe-bench-pro",
+            "agent=policy",
+            "eval.data=generated",
+            f"eval.checkpoint={runs / self.name}",
+            f"eval.limit={SEVERAL_TASKS}",
+            f"eval.n={ATTEMPTS}",
+            f"eval.k={ATTEMPTS}",
+            f"run.dir={runs}",
+            f"run.name={self.name}-pass{ATTEMPTS}",
+            "--json",
+        ]
+
 
 def cells(
     arms: Sequence[str] = ARMS, fleets: Sequence[str] = FLEETS, seeds: Sequence[int] = SEEDS
@@ -63,15 +84,22 @@ def cells(
                 yield AgenticCell(arm=arm, fleet=fleet, seed=seed)
 
 
-def record_run(cell: AgenticCell, run_dir: Path, folder: Path) -> Path | None:
-    """Write the record of a finished run; None for a run that did not finish.
+def is_finished(run_dir: Path) -> bool:
+    summary = _read(run_dir / "summary.json")
+    return summary is not None and summary["exit_reason"] == "finished"
 
-    A record: the cell, steps, wall time in seconds, cost in USD, curves as lists over updates, and
-    the closing evaluation (BF16, held-out tasks, warm start and trained).
+
+def record_run(
+    cell: AgenticCell, run_dir: Path, folder: Path, *, several: Mapping[str, Any]
+) -> Path:
+    """Write the record of a finished run.
+
+    A record: the cell, steps, wall time in seconds, cost in USD, curves as lists over updates, the
+    closing evaluation (BF16, held-out tasks, warm start and trained), and pass@1 and pass@k of
+    `several`, the document that the evaluation of several attempts printed.
     """
     summary = _read(run_dir / "summary.json")
-    if summary is None or summary["exit_reason"] != "finished":
-        return None
+    assert summary is not None
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     # A resumed run measured some updates again; the last time counts.
     rows = {row["step"]: row for row in map(json.loads, lines)}
@@ -95,6 +123,8 @@ def record_run(cell: AgenticCell, run_dir: Path, folder: Path) -> Path | None:
             for key in KEPT
         },
         "eval": summary["eval"],
+        "several": {key: short(several[key]) for key in ("pass_at_1", "pass_at_k")}
+        | {key: several[key] for key in ("k", "n", "tasks", "void")},
     }
     path = folder / f"{cell.name}.json"
     write_record(path, record)

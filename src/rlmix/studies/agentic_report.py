@@ -28,9 +28,9 @@ def judged(record: Record) -> Outcome:
 def outcome_table(records: Sequence[Record]) -> str:
     """Markdown: a row per arm and fleet; mean, lowest and highest seed."""
     lines = [
-        "| arm | fleet | seeds | held-out pass@1, BF16: before | after | "
+        "| arm | fleet | seeds | held-out pass@1, BF16: before | after | pass@4 | "
         "best reward, 5 updates | at the end | k3 at the end | masked | verdicts |",
-        "| --- |" + " --- |" * 9,
+        "| --- |" + " --- |" * 10,
     ]
     for arm in ARMS:
         for fleet in FLEETS:
@@ -44,6 +44,7 @@ def outcome_table(records: Sequence[Record]) -> str:
                 ", ".join(str(record["seed"]) for record in chosen),
                 mean_and_span([r["eval"]["warm_start"] for r in chosen], 3),
                 mean_and_span([r["eval"]["trained"] for r in chosen], 3),
+                mean_and_span([r["several"]["pass_at_k"] for r in chosen], 3),
                 mean_and_span([one.best for one in found], 3),
                 mean_and_span([one.last for one in found], 3),
                 mean_and_span([_end(r, "mismatch/k3_kl") for r in chosen], 4),

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from rlmix.config.compose import load_config
-from rlmix.studies.agentic import ARMS, FLEETS, AgenticCell, cells, record_run
+from rlmix.studies.agentic import ARMS, FLEETS, AgenticCell, cells, is_finished, record_run
 from rlmix.studies.agentic_report import cost_table, figure, judged, outcome_table
 
+SEVERAL = {"pass_at_1": 0.4, "pass_at_k": 0.75, "k": 4, "n": 4, "tasks": 50, "void": 0, "facts": {}}
 CELL = AgenticCell(arm="grpo", fleet="mixed", seed=1)
 
 
@@ -33,8 +34,7 @@ def finished(folder: Path, rewards: list[float], *, trained: float) -> Path:
 
 def record(tmp_path: Path, rewards: list[float], *, trained: float) -> dict:
     run = finished(tmp_path / "run", rewards, trained=trained)
-    path = record_run(CELL, run, tmp_path / "records")
-    assert path is not None
+    path = record_run(CELL, run, tmp_path / "records", several=SEVERAL)
     assert path.name == "grpo-mixed-seed1.json"
     return json.loads(path.read_text())
 
@@ -46,13 +46,22 @@ def test_a_record_has_each_update_once_as_it_was_measured_last(tmp_path: Path) -
     assert found["cost_usd"] == 1.0
 
 
-def test_a_run_that_did_not_finish_has_no_record(tmp_path: Path) -> None:
+def test_a_run_that_failed_or_was_never_begun_is_not_finished(tmp_path: Path) -> None:
     run = finished(tmp_path / "run", [0.2], trained=0.2)
+    assert is_finished(run)
     summary = json.loads((run / "summary.json").read_text()) | {"exit_reason": "failed"}
     (run / "summary.json").write_text(json.dumps(summary))
-    assert record_run(CELL, run, tmp_path / "records") is None
-    assert record_run(CELL, tmp_path / "nothing", tmp_path / "records") is None
-    assert not (tmp_path / "records").exists()
+    assert not is_finished(run)
+    assert not is_finished(tmp_path / "nothing")
+
+
+def test_several_attempts_are_a_valid_evaluation_of_the_runs_last_checkpoint() -> None:
+    command, name, agent, *overrides, as_json = CELL.evaluate_arguments(Path("/runs"))
+    assert (command, name, as_json) == ("eval", "swe-bench-pro", "--json")
+    assert agent == "agent=policy"
+    config = load_config(overrides=overrides).config
+    assert config.eval.checkpoint == "/runs/grpo-mixed-seed1"
+    assert (config.eval.limit, config.eval.n, config.eval.k) == (50, 4, 4)
 
 
 def test_reward_and_held_out_score_below_half_of_their_best_are_a_collapse(tmp_path: Path) -> None:
@@ -69,7 +78,7 @@ def test_a_fall_that_held_out_tasks_do_not_share_is_a_decay(tmp_path: Path) -> N
 def test_tables_and_figure_say_what_the_records_say(tmp_path: Path) -> None:
     records = [record(tmp_path, [0.2, 0.4], trained=0.5)]
     (row,) = [line for line in outcome_table(records).splitlines() if "GRPO" in line]
-    assert "| six accelerators | 1 | 0.300 | 0.500 |" in row
+    assert "| six accelerators | 1 | 0.300 | 0.500 | 0.750 |" in row
     assert "| six accelerators | 1 | 0.5000 | 10.0 |" in cost_table(records)
     drawing = figure(records)
     assert "six accelerators" in drawing
