@@ -130,7 +130,7 @@ def rebuilt(page: str, tables: dict[str, str]) -> str:
 
 
 def report(args: argparse.Namespace) -> int:
-    from rlmix.studies import agentic_report
+    from rlmix.studies import agentic_report, token_findings
     from rlmix.studies.records import read_records
     from rlmix.studies.token_grid import num_cells
     from rlmix.studies.token_report import figure, outcome_table, warning_table
@@ -143,6 +143,9 @@ def report(args: argparse.Namespace) -> int:
         "token stale": outcome_table(records, fresh=False),
         "token fresh": outcome_table(records, fresh=True),
         "token warnings": warning_table(records),
+        "token crossings": token_findings.crossing_table(records),
+        "token verdicts": token_findings.verdict_table(records),
+        "token distances": token_findings.distance_table(records),
         "token samplers": outcome_table(records, fresh=False, score="sampler/good_frac"),
         "agentic": agentic_report.outcome_table(trained) if trained else "Not run yet.",
         "agentic cost": agentic_report.cost_table(trained) if trained else "Not run yet.",
