@@ -119,7 +119,12 @@ def record_run(
         },
         "revision": manifest.get("software", {}).get("git", {}).get("revision"),
         "curves": {
-            key: [[step, short(rows[step][key])] for step in sorted(rows) if key in rows[step]]
+            # Null where an update has no such number, as a tail ratio without heads.
+            key: [
+                [step, short(rows[step][key])]
+                for step in sorted(rows)
+                if rows[step].get(key) is not None
+            ]
             for key in KEPT
         },
         "eval": summary["eval"],

@@ -16,7 +16,13 @@ CELL = AgenticCell(arm="grpo", fleet="mixed", seed=1)
 def finished(folder: Path, rewards: list[float], *, trained: float) -> Path:
     folder.mkdir(parents=True)
     rows = [
-        {"step": step, "reward/mean": reward, "mismatch/k3_kl": 0.25, "correction/masked_frac": 0.0}
+        {
+            "step": step,
+            "reward/mean": reward,
+            "mismatch/k3_kl": 0.25,
+            "correction/masked_frac": 0.0,
+            "correction/sc_tail_ratio": None,
+        }
         for step, reward in enumerate(rewards, 1)
     ]
     # The run was resumed: its first update was measured twice.
@@ -42,6 +48,7 @@ def record(tmp_path: Path, rewards: list[float], *, trained: float) -> dict:
 def test_a_record_has_each_update_once_as_it_was_measured_last(tmp_path: Path) -> None:
     found = record(tmp_path, [0.2, 0.4], trained=0.5)
     assert found["curves"]["reward/mean"] == [[1, 0.2], [2, 0.4]]
+    assert found["curves"]["correction/sc_tail_ratio"] == []
     assert found["attempts"] == 2
     assert found["cost_usd"] == 1.0
 
