@@ -24,6 +24,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from check_trainer_memory import status_bytes
 from rich.console import Console
 from rich.table import Table
 
@@ -40,13 +41,6 @@ def make_model(folder: Path, layers: int) -> int:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     return sum(2 * parameter.numel() for parameter in model.parameters())
-
-
-def memory_bytes(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"/proc/self/status has no {key}; this needs Linux")
 
 
 def trim() -> None:
@@ -95,13 +89,13 @@ def serve(pipe: Any, rank: int, ranks: int, asked: argparse.Namespace, folder: P
         trim()
         writers.wait()
         Path("/proc/self/clear_refs").write_text("5")
-        before = memory_bytes("VmRSS")
+        before = status_bytes("VmRSS")
         work(0)  # Imports what it needs: the second time is measured.
         writers.wait()
         started_s, cpu_s = time.perf_counter(), time.process_time()
         work(1)
         facts = {
-            "peak_mib": (memory_bytes("VmHWM") - before) / 2**20,
+            "peak_mib": (status_bytes("VmHWM") - before) / 2**20,
             "seconds": time.perf_counter() - started_s,
             "cpu_s": time.process_time() - cpu_s,
         }

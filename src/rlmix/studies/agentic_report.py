@@ -8,6 +8,7 @@ from rlmix.studies.collapse import AGENTIC_SPAN, Outcome, outcome
 from rlmix.studies.panels import ARM_TITLES, drawing, line
 from rlmix.studies.records import (
     Record,
+    markdown_table,
     mean_and_span,
     mean_curve,
     those_with,
@@ -27,11 +28,11 @@ def judged(record: Record) -> Outcome:
 
 def outcome_table(records: Sequence[Record]) -> str:
     """Markdown: a row per arm and fleet; mean, lowest and highest seed."""
-    lines = [
-        "| arm | fleet | seeds | held-out pass@1, BF16: before | after | pass@4 | "
-        "best reward, 5 updates | at the end | k3 at the end | masked | verdicts |",
-        "| --- |" + " --- |" * 10,
-    ]
+    titles = [
+        "arm", "fleet", "seeds", "held-out pass@1, BF16: before", "after", "pass@4",
+        "best reward, 5 updates", "at the end", "k3 at the end", "masked", "verdicts",
+    ]  # fmt: skip
+    rows = []
     for arm in ARMS:
         for fleet in FLEETS:
             if not (chosen := those_with(records, arm=arm, fleet=fleet)):
@@ -53,8 +54,8 @@ def outcome_table(records: Sequence[Record]) -> str:
                     f"{verdicts.count(name)} {name}" for name in dict.fromkeys(sorted(verdicts))
                 ),
             ]
-            lines.append("| " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+            rows.append(texts)
+    return markdown_table(titles, rows)
 
 
 def _end(record: Record, key: str) -> float:
@@ -64,14 +65,14 @@ def _end(record: Record, key: str) -> float:
 
 def cost_table(records: Sequence[Record]) -> str:
     """Markdown: modelled USD of the samplers' accelerators and measured seconds, per update."""
-    lines = ["| fleet | runs | modelled USD an update | measured seconds an update |"]
-    lines.append("| --- | --- | --- | --- |")
+    rows = []
     for fleet in FLEETS:
         if chosen := those_with(records, fleet=fleet):
             usd = mean_and_span([r["cost_usd"] / r["steps"] for r in chosen], 4)
             seconds = mean_and_span([r["wall_s"] / r["steps"] for r in chosen], 1)
-            lines.append(f"| {FLEET_TITLES[fleet]} | {len(chosen)} | {usd} | {seconds} |")
-    return "\n".join(lines)
+            rows.append([FLEET_TITLES[fleet], str(len(chosen)), usd, seconds])
+    titles = ["fleet", "runs", "modelled USD an update", "measured seconds an update"]
+    return markdown_table(titles, rows)
 
 
 def figure(records: Sequence[Record]) -> str:

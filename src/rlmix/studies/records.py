@@ -6,7 +6,7 @@ by name); it is complete or absent.
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,16 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
 def those_with(records: Sequence[Record], **wanted: object) -> list[Record]:
     return [r for r in records if all(r[key] == value for key, value in wanted.items())]
+
+
+def those_of_age(records: Sequence[Record], *, fresh: bool) -> list[Record]:
+    """Of the token study: with samplers that got new weights at every update, or later."""
+    return [r for r in records if (r["refresh_every"] == 1) == fresh]
+
+
+def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join("| " + " | ".join(texts) + " |" for texts in lines)
 
 
 def values_of(record: Record, key: str) -> list[float]:

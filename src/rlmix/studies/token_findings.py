@@ -5,9 +5,9 @@ import statistics
 from collections.abc import Sequence
 
 from rlmix.studies.panels import ARM_TITLES
-from rlmix.studies.records import Record, those_with, values_of
+from rlmix.studies.records import Record, markdown_table, those_of_age, those_with, values_of
 from rlmix.studies.token_grid import ARMS
-from rlmix.studies.token_report import WARNINGS, judged
+from rlmix.studies.token_report import WARNINGS, judged, warning_titles
 
 CLOSE = 0.02
 """Two fleets are close under an arm when their mean final scores differ by no more."""
@@ -17,32 +17,28 @@ VERDICTS = ("collapsed", "decayed", "stable")
 def verdict_table(records: Sequence[Record]) -> str:
     """Markdown: a row per arm and staleness over all fleets and seeds, and those of the seeds that
     no pilot had used."""
-    lines = ["| arm | samplers | cells | collapsed | decayed | stable | collapsed, seeds 1 and 2 |"]
-    lines.append("| --- |" + " --- |" * 6)
-    for title, chosen in (
-        ("64 updates old", _of(records, fresh=False)),
-        ("fresh", _of(records, fresh=True)),
-    ):
+    titles = ["arm", "samplers", "cells", *VERDICTS, "collapsed, seeds 1 and 2"]
+    rows = []
+    for age, fresh in (("64 updates old", False), ("fresh", True)):
         for arm in ARMS:
-            cells = those_with(chosen, arm=arm)
+            cells = those_with(those_of_age(records, fresh=fresh), arm=arm)
             if not cells:
                 continue
             counts = _counts(cells)
             independent = [r for r in cells if r["seed"] != 0]
-            texts = [
-                ARM_TITLES[arm], title, str(len(cells)), *(str(counts[v]) for v in VERDICTS),
+            rows.append([
+                ARM_TITLES[arm], age, str(len(cells)), *(str(counts[v]) for v in VERDICTS),
                 f"{_counts(independent)['collapsed']} of {len(independent)}",
-            ]  # fmt: skip
-            lines.append("| " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+            ])  # fmt: skip
+    return markdown_table(titles, rows)
 
 
 def distance_table(records: Sequence[Record]) -> str:
     """Markdown: how far the trainer's final score on six accelerators is from that on others, for
     samplers of equal age, as means over seeds."""
-    lines = ["| arm | six accelerators less exact | less BF16 kernels | less NVFP4 + FP8 KV |"]
-    lines.append("| --- | --- | --- | --- |")
-    stale = _of(records, fresh=False)
+    titles = ["arm", "six accelerators less exact", "less BF16 kernels", "less NVFP4 + FP8 KV"]
+    rows = []
+    stale = those_of_age(records, fresh=False)
     for arm in ARMS:
         ends = {
             fleet: statistics.mean(values_of(r, "trainer/good_frac")[-1] for r in cells)
@@ -58,17 +54,13 @@ def distance_table(records: Sequence[Record]) -> str:
                 continue
             gap = ends["mixed"] - ends[fleet]
             texts.append(f"{gap:+.3f}{', close' if abs(gap) <= CLOSE else ''}")
-        lines.append("| " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+        rows.append(texts)
+    return markdown_table(titles, rows)
 
 
 def crossing_table(records: Sequence[Record]) -> str:
     """Markdown: in how many cells of each verdict a signal was ever beyond its line."""
-    titles = [f"{title} above {threshold:g}" for title, threshold in WARNINGS.values()]
-    lines = [
-        "| verdict | cells | " + " | ".join(titles) + " |",
-        "| --- |" + " --- |" * (1 + len(titles)),
-    ]
+    rows = []
     for verdict in VERDICTS:
         cells = [r for r in records if judged(r).verdict == verdict]
         texts = [verdict, str(len(cells))]
@@ -76,12 +68,8 @@ def crossing_table(records: Sequence[Record]) -> str:
             measured = [values_of(r, key) for r in cells if r["curves"].get(key)]
             crossed = sum(any(value > threshold for value in values) for values in measured)
             texts.append(f"{crossed} of {len(measured)}")
-        lines.append("| " + " | ".join(texts) + " |")
-    return "\n".join(lines)
-
-
-def _of(records: Sequence[Record], *, fresh: bool) -> list[Record]:
-    return [r for r in records if (r["refresh_every"] == 1) == fresh]
+        rows.append(texts)
+    return markdown_table(["verdict", "cells", *warning_titles()], rows)
 
 
 def _counts(records: Sequence[Record]) -> dict[str, int]:

@@ -7,8 +7,10 @@ from rlmix.studies.collapse import TOKEN_SPAN, Outcome, lead_steps, outcome
 from rlmix.studies.panels import ARM_TITLES, drawing, line
 from rlmix.studies.records import (
     Record,
+    markdown_table,
     mean_and_span,
     mean_curve,
+    those_of_age,
     those_with,
     values_of,
 )
@@ -57,24 +59,28 @@ def outcome_table(
     """Markdown: a row per arm, a column per fleet; what the trainer's own weights (or samplers,
     by `score`) reach at the end (mean, lowest and highest seed), and how many seeds collapsed or
     decayed."""
-    chosen = [r for r in records if (r["refresh_every"] == 1) == fresh]
+    chosen = those_of_age(records, fresh=fresh)
     if not chosen:
         return "Not run yet."
     fleets = [f for f in FLEETS if those_with(chosen, fleet=f)]
-    lines = ["| arm | " + " | ".join(FLEET_TITLES[f] for f in fleets) + " |"]
-    lines.append("| --- |" + " --- |" * len(fleets))
-    for arm in ARMS:
-        if those_with(chosen, arm=arm):
-            texts = [_cell_text(those_with(chosen, arm=arm, fleet=f), score) for f in fleets]
-            lines.append(f"| {ARM_TITLES[arm]} | " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+    rows = [
+        [
+            ARM_TITLES[arm],
+            *(_cell_text(those_with(chosen, arm=arm, fleet=f), score) for f in fleets),
+        ]
+        for arm in ARMS
+        if those_with(chosen, arm=arm)
+    ]
+    return markdown_table(["arm", *(FLEET_TITLES[f] for f in fleets)], rows)
+
+
+def warning_titles() -> list[str]:
+    return [f"{title} above {threshold:g}" for title, threshold in WARNINGS.values()]
 
 
 def warning_table(records: Sequence[Record]) -> str:
     """Markdown: of the collapsed cells, how many updates before it each signal passed its line."""
-    titles = [f"{title} above {threshold:g}" for title, threshold in WARNINGS.values()]
-    lines = ["| arm | fleet | seed | collapse at | " + " | ".join(titles) + " |"]
-    lines.append("| --- |" + " --- |" * (3 + len(titles)))
+    rows = []
     for record in records:
         step = judged(record).collapse_step
         if step is None:
@@ -87,8 +93,10 @@ def warning_table(records: Sequence[Record]) -> str:
             str(step),
             *(_lead(record, key, line, step) for key, (_, line) in WARNINGS.items()),
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) if len(lines) > 2 else "No cell collapsed."
+        rows.append(cells)
+    if not rows:
+        return "No cell collapsed."
+    return markdown_table(["arm", "fleet", "seed", "collapse at", *warning_titles()], rows)
 
 
 def _lead(record: Record, key: str, threshold: float, collapse_step: int) -> str:
@@ -114,7 +122,7 @@ def _dense(points: Sequence[Sequence[float]], steps: int) -> list[float]:
 def figure(records: Sequence[Record]) -> str:
     """SVG: a panel per fleet with stale samplers, a line per arm: smoothed share of good tokens of
     the sessions trained on, mean over seeds."""
-    chosen = [r for r in records if r["refresh_every"] != 1]
+    chosen = those_of_age(records, fresh=False)
     panels = []
     for fleet, title in FLEET_TITLES.items():
         lines = [

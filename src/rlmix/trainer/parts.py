@@ -5,7 +5,6 @@ engine, they are one by one, so such a part has many tensors.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,27 +14,36 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+Place = tuple[list[str], Mapping[str, Tensor]]
+"""A part: its names in memory, and its tensors by their names on disk, on `meta`."""
+
+
 class PolicyParts:
     """Reads the model as it is at the moment of each `read`."""
 
-    def __init__(self, model: "PreTrainedModel", *, is_sharded: bool) -> None:
-        tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    def __init__(
+        self, model: "PreTrainedModel", *, is_sharded: bool, places: Sequence[Place] | None = None
+    ) -> None:
+        """
+        Args:
+            places: those of an earlier reader of the same model; None: they are found.
+        """
         self._model = model
         self._is_sharded = is_sharded
+        tied = set(getattr(model, "all_tied_weights_keys", None) or ())
         self._state: dict[str, Any] = {
             name: tensor for name, tensor in sorted(model.state_dict().items()) if name not in tied
         }
+        self.places = self._find_places() if places is None else places
 
     @property
     def layout(self) -> Sequence[Mapping[str, Tensor]]:
         """The tensors of each part by their names on disk, on `meta`."""
-        return [found for _, found in self._places]
+        return [found for _, found in self.places]
 
-    @cached_property
-    def _places(self) -> list[tuple[list[str], Mapping[str, Tensor]]]:
-        """(names in memory, tensors on disk) of each part."""
+    def _find_places(self) -> list[Place]:
         empty = {name: self._on_meta(tensor) for name, tensor in self._state.items()}
-        alone: list[tuple[list[str], Mapping[str, Tensor]]] = [
+        alone: list[Place] = [
             ([name], self._on_disk({name: tensor})) for name, tensor in empty.items()
         ]
         together = self._on_disk(empty)
@@ -48,7 +56,7 @@ class PolicyParts:
     def read(self, part: int) -> Mapping[str, Tensor]:
         """A copy of a part's tensors, whole and on the CPU; of a sharded model in BF16, and every
         rank must call this."""
-        names, _ = self._places[part]
+        names, _ = self.places[part]
         found = self._on_disk({name: self._whole(self._state[name]) for name in names})
         # Slices of one tensor share its memory, and weights that are not sharded change later.
         return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in found.items()}

@@ -32,7 +32,7 @@ from rlmix.trainer.documents import (
     documents_arguments,
     reset_states,
 )
-from rlmix.trainer.parts import PolicyParts
+from rlmix.trainer.parts import Place, PolicyParts
 from rlmix.trainer.products import wide_products
 from rlmix.trainer.recompute import no_contexts, recompute_layers
 from rlmix.trainer.routing import Routers, RoutingTally
@@ -100,6 +100,7 @@ class Policy:
             raise TrainerError(f"trainer: {type(model).__name__} has no language-model head")
         self._head: Any = head
         self._is_sharded = False
+        self._places: Sequence[Place] | None = None
         self._device = torch.device("cpu")
         self._check_head()
         self._routers = Routers(model) if replays_routing else None
@@ -191,6 +192,7 @@ class Policy:
         """Cut the model over the ranks of `mesh`; from here on all ranks compute in step."""
         shard_model(self.model, mesh=mesh, offloads=offloads)
         self._is_sharded = True
+        self._places = None  # A sharded model's parts are BF16.
         if mesh.device_type != "cpu":
             self._device = torch.device(mesh.device_type, torch.cuda.current_device())
 
@@ -364,7 +366,9 @@ class Policy:
 
     def parts(self) -> PolicyParts:
         """The current tensors, for writing them part by part."""
-        return PolicyParts(self.model, is_sharded=self._is_sharded)
+        parts = PolicyParts(self.model, is_sharded=self._is_sharded, places=self._places)
+        self._places = parts.places
+        return parts
 
     def state(self) -> dict[str, Tensor]:
         """A BF16 copy of all tensors under the names of a Hugging Face checkpoint."""

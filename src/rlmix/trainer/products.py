@@ -61,24 +61,22 @@ def _are_bf16(args: tuple[Any, ...]) -> bool:
     return type(first) is Tensor and first.dtype == torch.bfloat16
 
 
-def _mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    """Like `aten.mm`: [M, N] BF16."""
+def _mm(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """Like `aten.mm`: [M, N] BF16. A bias joins the sum before it is rounded, as in the kernel."""
     out_MN = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1])
     for rows in _pieces(len(a_MK)):
         total = None
         for terms in _pieces(len(b_KN)):
             a, b = a_MK[rows, terms].float(), b_KN[terms].float()
             total = a @ b if total is None else total.addmm_(a, b)
-        out_MN[rows] = 0.0 if total is None else total
+        if total is None:
+            total = torch.zeros(out_MN[rows].shape)
+        out_MN[rows] = total if bias_N is None else total + bias_N.float()
     return out_MN
 
 
 def _addmm(bias: Tensor, a_MK: Tensor, b_KN: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    if beta != 1 or alpha != 1:
-        return None
-    # The bias joins the sum before it is rounded, as in the kernel.
-    total_MN = a_MK.float() @ b_KN.float() + bias.float()
-    return total_MN.to(torch.bfloat16)
+    return _mm(a_MK, b_KN, bias) if beta == alpha == 1 and bias.dim() == 1 else None
 
 
 def _bmm(a_BMK: Tensor, b_BKN: Tensor) -> Tensor:

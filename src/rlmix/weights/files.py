@@ -9,7 +9,7 @@ holds one file of each view and one part.
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -64,7 +64,7 @@ class HeldFiles:
         for number, tensors in self._files.items():
             _guarded(view, partial(view.take, number, tensors))
             _guarded(view, partial(view.finish, number))
-        return _View.joined(writers.agree(view.mine()))
+        return _joined(writers.agree(view.mine()))
 
 
 def hold_files(
@@ -107,7 +107,7 @@ def _outcome(shares: "Sequence[_Share | Exception]") -> Written | Exception:
     for share in shares:
         if isinstance(share, Exception):
             return share
-    return _View.joined([share for share in shares if isinstance(share, _Share)])
+    return _joined([share for share in shares if isinstance(share, _Share)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +129,14 @@ class _View:
         self._encode = encode
         self._names = names
         self._encoded: dict[str, Tensor] = {}
-        self._share = _Share([], 0.0)
+        self._files: list[tuple[str, FileEntry, dict[str, int]]] = []
+        self._seconds = 0.0
         self.failure: Exception | None = None
 
     def take(self, number: int, tensors: "Tensors") -> None:
         started_s = time.perf_counter()
         self._encoded |= self._encode(tensors)
-        self._add(started_s)
+        self._seconds += time.perf_counter() - started_s
 
     def finish(self, number: int) -> None:
         from safetensors.torch import save_file
@@ -145,28 +146,24 @@ class _View:
         save_file(self._encoded, path, metadata={"format": "pt"})
         sync_path(path)
         sizes = {name: t.numel() * t.element_size() for name, t in self._encoded.items()}
-        self._share.files.append((path.name, hash_file(path), sizes))
+        self._files.append((path.name, hash_file(path), sizes))
         self._encoded = {}
-        self._add(started_s)
-
-    def _add(self, started_s: float) -> None:
-        spent_s = self._share.seconds + time.perf_counter() - started_s
-        self._share = replace(self._share, seconds=spent_s)
+        self._seconds += time.perf_counter() - started_s
 
     def mine(self) -> _Share | Exception:
-        return self._share if self.failure is None else self.failure
+        return _Share(self._files, self._seconds) if self.failure is None else self.failure
 
-    @staticmethod
-    def joined(shares: "Sequence[_Share]") -> Written:
-        files = sorted(file for share in shares for file in share.files)
-        total = sum(size for _, _, sizes in files for size in sizes.values())
-        weight_map = {name: file for file, _, sizes in files for name in sizes}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        return Written(
-            {file: entry for file, entry, _ in files},
-            json.dumps(index, indent=2).encode(),
-            max(share.seconds for share in shares),
-        )
+
+def _joined(shares: Sequence[_Share]) -> Written:
+    files = sorted(file for share in shares for file in share.files)
+    total = sum(size for _, _, sizes in files for size in sizes.values())
+    weight_map = {name: file for file, _, sizes in files for name in sizes}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return Written(
+        {file: entry for file, entry, _ in files},
+        json.dumps(index, indent=2).encode(),
+        max(share.seconds for share in shares),
+    )
 
 
 def plan_files(layout: "Sequence[Tensors]", shard_bytes: int) -> list[list[Unit]]:

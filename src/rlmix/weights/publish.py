@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rlmix.core.errors import WeightSyncError
 from rlmix.weights.files import SHARD_BYTES, Written, write_files
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
     from rlmix.numerics.view_spec import ViewSpec
     from rlmix.weights.shipping import ShipReport
-
-T = TypeVar("T")
 
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -138,14 +136,14 @@ def publish_version(
         _Place(version=version, store=store, spec=spec, model_files=model_files) for spec in specs
     ]
     try:
-        there = _first(writers, lambda: [_begin(place) for place in places])
+        there = writers.first(lambda: [_begin(place) for place in places])
         written = write_files(
             parts,
             [(place.unfinished, _encoder(place.spec)) for place in places],
             shard_bytes=shard_bytes,
             writers=writers,
         )
-        reports = _first(writers, lambda: _finish_all(places, written, names, there))
+        reports = writers.first(lambda: _finish_all(places, written, names, there))
     finally:
         # On a full disk the half of a version would be in the way of everything else.
         if writers.rank == 0:
@@ -174,18 +172,6 @@ class _Place:
     @property
     def newest(self) -> int | None:
         return newest_version(self.store, self.spec.view)
-
-
-def _first(writers: Writers, work: Callable[[], T]) -> T:
-    """What the first writer's `work` gives, for all; or its error."""
-    mine: T | Exception | None = None
-    if writers.rank == 0:
-        try:
-            mine = work()
-        except Exception as error:
-            writers.agree(error)
-            raise
-    return writers.agree(mine)[0]  # type: ignore[return-value]
 
 
 def _begin(place: _Place) -> Manifest | None:

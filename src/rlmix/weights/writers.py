@@ -4,6 +4,7 @@ Invariant: every writer makes the same calls in the same order, and meets the sa
 of them could not do is raised by all.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -34,6 +35,16 @@ class Writers:
             if isinstance(one, Exception):
                 raise one
         return found  # type: ignore[return-value]
+
+    def first(self, work: Callable[[], T]) -> T:
+        """What the first writer's `work` gives, for all; or its error."""
+        mine: T | Exception | None = None
+        if self.rank == 0:
+            try:
+                mine = work()
+            except Exception as error:
+                mine = error
+        return self.agree(mine)[0]  # type: ignore[return-value]
 
     def wait(self) -> None:
         """Until all are here; an exception when one is gone."""
