@@ -66,7 +66,7 @@ def test_a_running_server_is_joined_updated_in_each_mode_and_left_running(real, 
     run(scenario())
 
 
-def test_a_cache_that_cannot_be_flushed_is_told_although_the_weights_did_change(real):
+def test_a_cache_that_stays_in_use_is_told_at_the_limit_and_flushed_once_it_is_free(real):
     async def scenario():
         admin = EngineAdmin(real.url, name="joined-0", token=None)
         async with client_of(real) as client:
@@ -76,12 +76,14 @@ def test_a_cache_that_cannot_be_flushed_is_told_although_the_weights_did_change(
                 await asyncio.sleep(0.05)
             # It keeps its KV over the pause, so the cache is not free.
             await admin.pause("in_place", timeout_s=20)
-            with pytest.raises(EngineError, match="flush"):
-                await admin.update_from_disk(
-                    real.folders[1], version=1, flush_cache=True, timeout_s=3
-                )
+            await admin.update_from_disk(real.folders[1], version=1, timeout_s=60)
+            assert await admin.weight_version() == "1"
+            with pytest.raises(EngineError, match="POST /flush_cache with 400"):
+                await admin.flush_cache(timeout_s=1)
             await admin.resume(timeout_s=20)
+            await admin.flush_cache(timeout_s=60)
             # The turn went on with the new weights, and says so.
+            assert turn.done()
             assert [span.version for span in (await turn).version_spans] == [0, 1]
 
     run(scenario())

@@ -11,6 +11,7 @@ from tests.contract.talking import (
     body,
     client_of,
     error_of,
+    flush,
     gaps,
     load_of,
     load_version,
@@ -115,7 +116,9 @@ async def update_in_mid_turn(engine, client, mode, **changes):
 def test_retract_recomputes_under_the_new_weights(engine):
     async def scenario():
         async with client_of(engine) as client:
-            (status, document), task = await update_in_mid_turn(engine, client, "retract")
+            (status, document), task = await update_in_mid_turn(
+                engine, client, "retract", flush_cache=True
+            )
             assert (status, document["success"]) == (200, True)
             return await task
 
@@ -134,9 +137,7 @@ def test_retract_recomputes_under_the_new_weights(engine):
 def test_in_place_goes_on_with_the_old_cache(engine):
     async def scenario():
         async with client_of(engine) as client:
-            (status, document), task = await update_in_mid_turn(
-                engine, client, "in_place", flush_cache=False
-            )
+            (status, document), task = await update_in_mid_turn(engine, client, "in_place")
             assert (status, document["success"]) == (200, True)
             return await task
 
@@ -152,7 +153,9 @@ def test_in_place_goes_on_with_the_old_cache(engine):
 def test_in_place_with_the_usual_flush_is_a_400_although_the_weights_changed(engine):
     async def scenario():
         async with client_of(engine) as client:
-            (status, document), task = await update_in_mid_turn(engine, client, "in_place")
+            (status, document), task = await update_in_mid_turn(
+                engine, client, "in_place", flush_cache=True
+            )
             assert (status, document["success"]) == (400, False)
             assert "cache" in document["message"]
             assert "not flushed" in document["message"]
@@ -177,9 +180,7 @@ def test_abort_ends_the_turn_before_the_weights_change(engine):
 def test_without_a_pause_the_update_waits_and_later_turns_wait_behind_it(engine):
     async def scenario():
         async with client_of(engine) as client, turn_under_way(engine, client) as task:
-            # No flush: a real server refuses it when the answer went out a moment before its
-            # scheduler has put the turn away.
-            update = asyncio.create_task(load_version(engine, 1, flush_cache=False))
+            update = asyncio.create_task(load_version(engine, 1))
             await asyncio.sleep(0.1)
             late = asyncio.create_task(client.generate(request(prompt(42), rid="late")))
             status, document = await update
@@ -197,6 +198,7 @@ def test_an_update_may_abort_what_runs_instead_of_waiting(engine):
             status, document = await load_version(engine, 1, abort_all_requests=True)
             assert (status, document["success"]) == (200, True)
             assert "aborted" in await error_of(task)
+            await flush(engine)
 
     run(scenario())
 
@@ -212,7 +214,6 @@ def test_a_flush_is_refused_while_requests_run(engine):
             return (await load_of(engine))["num_running_reqs"] == 0
 
         await wait_until(is_idle, "the engine to be idle")
-        status, _ = await ask(engine, "POST", "/flush_cache")
-        assert status == 200
+        await flush(engine)
 
     run(scenario())

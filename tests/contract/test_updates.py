@@ -13,6 +13,7 @@ from tests.contract.talking import (
     ask,
     checksum_of,
     client_of,
+    flush,
     gaps,
     load_version,
     prompt,
@@ -59,6 +60,7 @@ def test_the_same_weights_again_change_neither_checksum_nor_greedy_turn(engine):
             greedy = request(prompt(51), temperature=0.0, max_new_tokens=16)
             first, before = await client.generate(greedy), await checksum_of(engine)
             assert (await load_version(engine, 0))[0] == 200
+            await flush(engine)
             second = await client.generate(greedy)
             assert await checksum_of(engine) == before
             assert second.output_ids == first.output_ids
@@ -104,9 +106,8 @@ def test_a_pushed_version_has_the_checksum_of_the_same_version_from_disk(engine)
             found = []
             for version in (1, 0):
                 await ask(engine, "POST", "/pause_generation", {"mode": "retract"})
-                report = await push.push(
-                    engine.folders[version], version=version, served=served, flush_cache=True
-                )
+                report = await push.push(engine.folders[version], version=version, served=served)
+                await flush(engine)
                 await ask(engine, "POST", "/continue_generation", {})
                 assert report.num_buckets > 1
                 assert await version_of(engine) == str(version)
@@ -132,7 +133,6 @@ def test_a_push_in_mid_turn_gives_two_spans(engine):
                     engine.folders[1],
                     version=1,
                     served=tensor_names(engine.folders[0]),
-                    flush_cache=True,
                 )
                 await ask(engine, "POST", "/continue_generation", {})
                 return await task
@@ -169,7 +169,7 @@ async def push_tensors(engine, group, tensors, **changes):
             engine,
             "POST",
             "/update_weights_from_distributed",
-            {"group_name": group.name, "flush_cache": True, **announced},
+            {"group_name": group.name, "flush_cache": False, **announced},
         )
     )
     for tensor in tensors.values():

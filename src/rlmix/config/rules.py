@@ -13,7 +13,7 @@ from typing import Any
 
 from rlmix.config import names
 from rlmix.config.problems import Problem, did_you_mean, shown
-from rlmix.core.addresses import NODE
+from rlmix.core.addresses import LAST_PORT, NODE, is_port, is_server
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +56,11 @@ def or_null(rule: Rule) -> Rule:
     return Rule(allowed=f"{rule.allowed}, or null", accepts=lambda v: v is None or rule.accepts(v))
 
 
+def _is_host_and_port(text: str) -> bool:
+    found = re.fullmatch(r"[^\s/@]+:(\d+)", text)
+    return found is not None and is_port(found[1])
+
+
 def _is_address(value: str) -> bool:
     try:
         ipaddress.ip_address(value)
@@ -91,12 +96,14 @@ PLACE = Rule(
     accepts=lambda v: bool(v.strip()) and re.search(r"://[^/\s]*:[^/\s]*@", v) is None,
 )
 CLUSTER = Rule(
-    allowed="use auto, or HOST:PORT of the head of a Ray cluster",
-    accepts=lambda v: v == "auto" or re.fullmatch(r"[^\s/@]+:\d{1,5}", v) is not None,
+    allowed=f"use auto, or HOST:PORT of the head of a Ray cluster, a port from 1 to {LAST_PORT}",
+    accepts=lambda v: v == "auto" or _is_host_and_port(v),
 )
 SERVERS = Rule(
     allowed="use a list of addresses such as http://10.0.0.7:7070, without a path",
-    accepts=lambda v: all(re.fullmatch(r"https?://[^/\s@]+/?", one) is not None for one in v),
+    accepts=lambda v: all(
+        is_server(one) and re.fullmatch(r"https?://[^/\s@]+/?", one) is not None for one in v
+    ),
 )
 VARIABLE = Rule(
     allowed="use the name of an environment variable: letters, digits and '_'",

@@ -14,6 +14,27 @@ NODE = "node"
 NODE_VARIABLE = "RLMIX_NODE_ADDRESS"
 """Address of the machine that a process is on; unset outside a cluster."""
 ANY = ("0.0.0.0", "::")
+LAST_PORT = 65_535
+
+
+def is_port(text: str) -> bool:
+    """Whether a server can be reached at it. A resolver may take a larger number modulo 65,536, and
+    that is the port of somebody else."""
+    return text.isascii() and text.isdecimal() and 0 < int(text) <= LAST_PORT
+
+
+def is_server(url: str) -> bool:
+    """http(s)://HOST[:PORT][/PATH], with a port that can be one."""
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and not any(character.isspace() for character in url)
+        )
+    except ValueError:  # Of brackets that do not close, and of ports.
+        return False
 
 
 def is_loopback(host: str) -> bool:

@@ -9,6 +9,8 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from rlmix.core.addresses import LAST_PORT, is_port
+
 LIMIT_S = 10.0
 """For one connection; a name that must be looked up and a far head included."""
 NODE_PROCESS = "raylet"
@@ -43,10 +45,15 @@ def unreachable(
     host, colon, port = named.rpartition(":")
     if not colon or not port.isdecimal() or "/" in host:
         return ""
+    if not is_port(port):
+        return (
+            f"{where}: no port; a port is 1 to {LAST_PORT}: name HOST:PORT of a head that runs, or "
+            "set launch.address=null for a Ray of the run's own"
+        )
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=limit_s):
             return ""
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         why = str(getattr(error, "strerror", None) or error)
         return (
             f"{where}: nothing answers there ({why}); start Ray's head there, name HOST:PORT of "

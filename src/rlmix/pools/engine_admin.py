@@ -4,8 +4,9 @@ Probes use `/ping`, `/v1/loads` and `/model_info`; never `/health`, which genera
 through pauses and can mark a healthy server unhealthy (SGLang 0.5.23).
 """
 
+import asyncio
 import itertools
-import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,10 @@ import orjson
 from rlmix.core.errors import EngineError
 from rlmix.pools.spec import CanaryOutput, ReplicaLoad
 
-log = logging.getLogger(__name__)
-
-UPDATED_UNFLUSHED = "cache was not flushed"
-"""In the message of a refusal that comes after the weights were changed (SGLang 0.5.23)."""
-
 PROBE_TIMEOUT_S = 5.0
 """For answers that need no computation."""
+FLUSH_POLL_S = 0.05
+"""Between two tries to forget the cached prefixes."""
 
 
 class EngineAdmin:
@@ -68,14 +66,9 @@ class EngineAdmin:
     async def resume(self, *, timeout_s: float) -> None:
         await self._ask("POST", "/continue_generation", {}, timeout_s=timeout_s)
 
-    async def update_from_disk(
-        self, folder: Path, *, version: int, flush_cache: bool, timeout_s: float
-    ) -> None:
-        """Load a version. The engine is paused.
+    async def update_from_disk(self, folder: Path, *, version: int, timeout_s: float) -> None:
+        """Load a version. The engine is paused; cached prefixes stay until `flush_cache`.
 
-        Args:
-            flush_cache: forget every cached prefix; impossible while requests keep theirs
-                (pause mode `in_place`).
         Raises:
             EngineError: the engine said no, in its status or in its body; its weights may be
                 half old and half new.
@@ -83,32 +76,35 @@ class EngineAdmin:
         body = {
             "model_path": str(folder),
             "weight_version": str(version),
-            "flush_cache": flush_cache,
+            # Asked for here, a flush that comes too early would be answered by a 400 although the
+            # weights did change, and `/model_info` would not be told (SGLang 0.5.23).
+            "flush_cache": False,
             "abort_all_requests": False,
         }
         answer = await self._ask("POST", "/update_weights_from_disk", body, timeout_s=timeout_s)
-        if answer.get("success") is True:
-            return
-        message = str(answer.get("message", answer))
-        if flush_cache and UPDATED_UNFLUSHED in message:
-            # The weights did change, and requests report the new version; only prefixes of the old
-            # ones are still there, and `/model_info` was not told.
-            log.warning("pools: %s: %s", self._name, message)
-            await self.flush_cache(timeout_s=timeout_s)
-            stamp = {"new_version": str(version), "abort_all_requests": False}
-            await self._ask("POST", "/update_weight_version", stamp, timeout_s=timeout_s)
-            return
-        raise EngineError(f"pools: {self._name} refused version {version} from {folder}: {message}")
+        if answer.get("success") is not True:
+            message = str(answer.get("message", answer))
+            raise EngineError(
+                f"pools: {self._name} refused version {version} from {folder}: {message}"
+            )
 
     async def flush_cache(self, *, timeout_s: float) -> None:
-        """Forget every cached prefix, once nothing holds one.
+        """Forget every cached prefix. An engine that has just answered its last request may still
+        be putting it away and says 400 (SGLang 0.5.23), so it is asked again until the limit. Its
+        own `timeout` is of no use here: it also waits for requests that a pause holds back.
 
         Raises:
             EngineError: something still held one at the end; what is sampled next would mix KV of
                 two versions.
         """
-        path = f"/flush_cache?timeout_s={timeout_s:g}"
-        await self._ask("POST", path, {}, timeout_s=timeout_s + PROBE_TIMEOUT_S)
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            status, content = await self._exchange("POST", "/flush_cache", {}, timeout_s=timeout_s)
+            if status == 200:
+                return
+            if status != 400 or time.monotonic() > deadline_s:
+                raise self._refused("POST", "/flush_cache", status, content)
+            await asyncio.sleep(FLUSH_POLL_S)
 
     async def canary(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int, timeout_s: float
@@ -150,6 +146,22 @@ class EngineAdmin:
         self, method: str, path: str, body: Any = None, *, timeout_s: float
     ) -> dict[str, Any]:
         """One exchange. A 400 with a JSON body is an answer: SGLang says `success: false` so."""
+        status, content = await self._exchange(method, path, body, timeout_s=timeout_s)
+        try:
+            document = orjson.loads(content) if content.strip() else {}
+        except ValueError:
+            document = None
+        is_answer = status == 200 or (
+            status == 400 and isinstance(document, dict) and "success" in document
+        )
+        if not is_answer:
+            raise self._refused(method, path, status, content)
+        return document if isinstance(document, dict) else {}
+
+    async def _exchange(
+        self, method: str, path: str, body: Any, *, timeout_s: float
+    ) -> tuple[int, bytes]:
+        """Status and body of an answer, whatever it says."""
         data = None if body is None else orjson.dumps(body)
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         headers = {"Content-Type": "application/json"}
@@ -161,7 +173,7 @@ class EngineAdmin:
                 aiohttp.ClientSession(headers=headers, timeout=timeout) as http,
                 http.request(method, self.url + path, data=data) as response,
             ):
-                content = await response.read()
+                return response.status, await response.read()
         except TimeoutError:
             raise EngineError(
                 f"pools: {self._name} did not answer {method} {path} in {timeout_s:g} s"
@@ -170,19 +182,12 @@ class EngineAdmin:
             raise EngineError(
                 f"pools: {self._name}: {method} {path} failed: {type(error).__name__}: {error}"
             ) from None
-        try:
-            document = orjson.loads(content) if content.strip() else {}
-        except ValueError:
-            document = None
-        is_answer = response.status == 200 or (
-            response.status == 400 and isinstance(document, dict) and "success" in document
+
+    def _refused(self, method: str, path: str, status: int, content: bytes) -> EngineError:
+        return EngineError(
+            f"pools: {self._name} answered {method} {path} with {status}: "
+            f"{content[:300].decode(errors='replace')}"
         )
-        if not is_answer or (content.strip() and document is None and response.status != 200):
-            raise EngineError(
-                f"pools: {self._name} answered {method} {path} with {response.status}: "
-                f"{content[:300].decode(errors='replace')}"
-            )
-        return document if isinstance(document, dict) else {}
 
 
 def read_loads(answer: dict[str, Any]) -> ReplicaLoad:

@@ -1,9 +1,9 @@
 """Weight updates through a process group, for one engine: begin, buckets, end, proof.
 
 The order is the engine's contract (SGLang 0.5.23): without a begin every push is refused; the
-version is stamped by the push that carries it, so only the last bucket does, and only that one
-flushes the cache. Invariant: whatever fails after the first bucket leaves an engine of mixed
-weights, and the error says so; the caller ends that engine and never lets it serve.
+version is stamped by the push that carries it, so only the last bucket does. Invariant: whatever
+fails after the first bucket leaves an engine of mixed weights, and the error says so; the caller
+ends that engine and never lets it serve.
 """
 
 import asyncio
@@ -69,10 +69,9 @@ class Pusher:
         self._bucket_bytes = bucket_bytes
         self._group: PushGroup | None = None
 
-    async def push(
-        self, folder: Path, *, version: int, served: frozenset[str], flush_cache: bool
-    ) -> PushReport:
-        """Bring the engine to the version in `folder`. The engine is paused.
+    async def push(self, folder: Path, *, version: int, served: frozenset[str]) -> PushReport:
+        """Bring the engine to the version in `folder`. The engine is paused; its cached prefixes
+        stay until it is told to flush them.
 
         Args:
             served: names of the tensors that the engine started with.
@@ -84,7 +83,7 @@ class Pusher:
         client = EngineClient(self._url, token=self._token, timeout_s=self._limit_s)
         try:
             group = self._group or await self._meet(client)
-            return await self._push(client, group, folder, version, flush_cache)
+            return await self._push(client, group, folder, version)
         except (WeightSyncError, EngineError) as error:
             self.close()
             raise EngineError(
@@ -108,7 +107,7 @@ class Pusher:
         return group
 
     async def _push(
-        self, client: EngineClient, group: PushGroup, folder: Path, version: int, flushes: bool
+        self, client: EngineClient, group: PushGroup, folder: Path, version: int
     ) -> PushReport:
         started_s = time.monotonic()
         num_bytes = num_buckets = 0
@@ -120,7 +119,7 @@ class Pusher:
             body: dict[str, Any] = {
                 **bucket.announcement(),
                 "group_name": group.name,
-                "flush_cache": flushes and following is None,
+                "flush_cache": False,
                 "abort_all_requests": False,
             }
             if following is None:

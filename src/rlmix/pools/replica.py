@@ -306,19 +306,16 @@ class Replica:
             self._child.kill()
 
     async def _load(self, version: int, folder: Path, *, pause_mode: str) -> None:
-        """Pause, load, read the version back, continue. A failure leaves the engine paused."""
+        """Pause, load, flush, read the version back, continue. A failure leaves it paused."""
         engine = self._engine()
         limit_s = self._spec.update_timeout_s
         await engine.pause(pause_mode, timeout_s=limit_s)
-        flushes = pause_mode != "in_place"
         if self._pusher is None:
-            await engine.update_from_disk(
-                folder, version=version, flush_cache=flushes, timeout_s=limit_s
-            )
+            await engine.update_from_disk(folder, version=version, timeout_s=limit_s)
         else:
-            await self._pusher.push(
-                folder, version=version, served=self._tensors, flush_cache=flushes
-            )
+            await self._pusher.push(folder, version=version, served=self._tensors)
+        if pause_mode != "in_place":  # There, running requests keep theirs.
+            await engine.flush_cache(timeout_s=limit_s)
         served = await engine.weight_version()
         if served != str(version):
             raise EngineError(

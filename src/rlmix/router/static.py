@@ -1,8 +1,8 @@
 """Replicas as the command line names them: NAME=URL, NAME=SPEED, NAME=FACT:VALUE,... Pure."""
 
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
+from rlmix.core.addresses import is_server
 from rlmix.router.prober import StaticReplica
 from rlmix.router.step_model import StepModel, roofline_prior
 
@@ -29,7 +29,7 @@ def parse_replicas(
     urls: dict[str, str] = {}
     for text in named:
         name, _, url = text.partition("=")
-        if not name or not name.isprintable() or not _is_server(url):
+        if not name or not name.isprintable() or not is_server(url):
             raise ValueError(f"--replica {text}: give NAME=URL, e.g. h100-0=http://127.0.0.1:30000")
         if name in urls:
             raise ValueError(f"--replica {text}: the name {name} is given twice")
@@ -45,20 +45,6 @@ def parse_replicas(
         StaticReplica(name=name, url=url, speed=factors.get(name, 1.0), prior=priors.get(name))
         for name, url in urls.items()
     )
-
-
-def _is_server(url: str) -> bool:
-    """http(s)://HOST[:PORT], with a port that can be one."""
-    try:
-        parts = urlsplit(url)
-        return (
-            parts.scheme in ("http", "https")
-            and bool(parts.hostname)
-            and (parts.port is None or parts.port > 0)
-            and not any(character.isspace() for character in url)
-        )
-    except ValueError:
-        return False
 
 
 def _speed(text: str) -> tuple[str, float]:

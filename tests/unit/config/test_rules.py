@@ -40,7 +40,11 @@ def test_every_key_but_switches_has_a_rule_and_every_rule_has_a_key() -> None:
         ("tasks.limit", [None, 1], [0]),
         ("run.name", [None, "x", "2026-08.29_a"], ["", "../x", ".hidden", "a b", "a" * 101]),
         ("run.dir", ["runs"], ["", "  "]),
-        ("sandbox.servers", [[], ["http://10.0.0.7:7070"]], [["10.0.0.7:7070"], ["http://a/b"]]),
+        (
+            "sandbox.servers",
+            [[], ["http://10.0.0.7:7070"]],
+            [["10.0.0.7:7070"], ["http://a/b"], ["http://a:70707"], ["http://a:0"]],
+        ),
         ("sandbox.cpus", [None, 0.5], [0]),
         ("net.bind", ["127.0.0.1", "::1", "node"], ["localhost", "127.0.0.1:80", "nodes"]),
         ("launch.resources", [{}, {"a100": "a100_80g"}], [{"a100": ""}, {"a100": None}]),

@@ -33,7 +33,17 @@ def test_nobody_at_the_address_is_told_and_what_may_be_there_is_not(closed_port:
     assert said.startswith(f"launch.address=auto: RAY_ADDRESS=127.0.0.1:{closed_port}: nothing")
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert unreachable(f"127.0.0.1:{server.getsockname()[1]}", {}) == ""
-    assert "nothing answers there" in unreachable("127.0.0.1:99999", {})
+
+
+def test_a_number_that_is_no_port_is_not_taken_for_the_port_of_somebody_else() -> None:
+    """99,999 is 34,463 modulo 65,536, and a resolver may go there."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        beyond = server.getsockname()[1] + 65_536
+        said = unreachable("auto", {"RAY_ADDRESS": f"127.0.0.1:{beyond}"})
+    assert said.startswith(
+        f"launch.address=auto: RAY_ADDRESS=127.0.0.1:{beyond}: no port; a port is"
+    )
+    assert "1 to 65535" in unreachable("127.0.0.1:0", {})
 
 
 def test_auto_is_for_machines_that_belong_to_a_ray(tmp_path: Path) -> None:
@@ -70,7 +80,9 @@ def test_doctor_says_so_at_once_and_without_words_of_ray(closed_port: int) -> No
     assert time.monotonic() - begun_s < 60
 
 
-@pytest.mark.parametrize("address", ["local", "ray://10.0.0.1:10001", "10.0.0.1", "h:port"])
+@pytest.mark.parametrize(
+    "address", ["local", "ray://10.0.0.1:10001", "10.0.0.1", "h:port", "h:99999", "h:0"]
+)
 def test_other_forms_of_an_address_are_refused(address: str) -> None:
     """`local` would start a Ray without a token; a client's address has no node here."""
     with pytest.raises(ConfigError, match="use auto, or HOST:PORT"):

@@ -134,6 +134,6 @@ def test_an_engine_that_does_not_join_is_an_error_within_the_limit(tmp_path):
             num_ranks=1, backend="gloo", limit_s=1.0,
         )  # fmt: skip
         with pytest.raises(EngineError, match="h100-0: pushing version 1 failed"):
-            await pusher.push(tmp_path, version=1, served=frozenset("a"), flush_cache=True)
+            await pusher.push(tmp_path, version=1, served=frozenset("a"))
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
