@@ -17,10 +17,11 @@ LONG_TOKENS = {"scripted": 300, "embedded": 900, "sglang": 300}
 SCRIPTED_NATS = 1e-5
 """A script's logprobs are its reference's, rounded to float32."""
 
-NOISE_FACTOR = 4.0
+NOISE_FACTOR = {"dense": 4.0, "moe": 8.0}
 """How many times as far as BF16 moves Transformers an engine in BF16 may be from float32: another
-order of additions, other places of rounding, experts that flip, and a short turn instead of a long
-average."""
+order of additions, other places of rounding, and a short turn instead of a long average. Experts
+that flip stay in a turn's keys and values: of 240 turns of 12 tokens at temperature 0.8 from a real
+server the furthest was 6 times as far on average, and 2 times without experts."""
 
 
 @pytest.fixture(scope="session")
@@ -40,8 +41,9 @@ def running_engine(request, checkpoints, tmp_path_factory):
         if os.environ.get("RLMIX_REQUIRE_SGLANG") == "1":
             pytest.fail(message)
         pytest.skip(message)
-    checkpoint = checkpoints["dense" if model == "hash" else model]
-    noise_nats = NOISE_FACTOR * checkpoint.noise_nats()
+    shape = "dense" if model == "hash" else model
+    checkpoint = checkpoints[shape]
+    noise_nats = NOISE_FACTOR[shape] * checkpoint.noise_nats()
     start = getattr(servers, kind)
     with start(checkpoint.folders[0], tmp_path_factory.mktemp(request.param)) as url:
         yield Engine(
