@@ -130,30 +130,41 @@ def rebuilt(page: str, tables: dict[str, str]) -> str:
 
 
 def report(args: argparse.Namespace) -> int:
-    from rlmix.studies import agentic_report, token_findings
+    from rlmix.studies import agentic_findings, agentic_report, token_findings, token_report
+    from rlmix.studies.agentic import cells
+    from rlmix.studies.crossings import crossing_table
     from rlmix.studies.records import read_records
     from rlmix.studies.token_grid import num_cells
     from rlmix.studies.token_report import figure, outcome_table, warning_table
 
     records, trained = read_records(args.records), read_records(AGENTIC_RECORDS)
-    if not records:
-        raise SystemExit(f"study: no record in {args.records}; run `study.py token` first")
+    for folder, found, command in (
+        (args.records, records, "token"), (AGENTIC_RECORDS, trained, "agentic")
+    ):  # fmt: skip
+        if not found:
+            raise SystemExit(f"study: no record in {folder}; run `study.py {command}` first")
     tables = {
         "token cells": f"{len(records)} of {num_cells()} cells have been run so far.",
         "token stale": outcome_table(records, fresh=False),
         "token fresh": outcome_table(records, fresh=True),
         "token warnings": warning_table(records),
-        "token crossings": token_findings.crossing_table(records),
+        "token crossings": crossing_table(
+            records, judge=token_report.judged, warnings=token_report.WARNINGS
+        ),
         "token verdicts": token_findings.verdict_table(records),
         "token distances": token_findings.distance_table(records),
         "token samplers": outcome_table(records, fresh=False, score="sampler/good_frac"),
-        "agentic": agentic_report.outcome_table(trained) if trained else "Not run yet.",
-        "agentic cost": agentic_report.cost_table(trained) if trained else "Not run yet.",
+        "agentic cells": f"{len(trained)} of {len(list(cells()))} runs have been made so far.",
+        "agentic": agentic_report.outcome_table(trained),
+        "agentic distances": agentic_findings.distance_table(trained),
+        "agentic crossings": crossing_table(
+            trained, judge=agentic_report.judged, warnings=agentic_findings.WARNINGS
+        ),
+        "agentic falls": agentic_findings.fall_table(trained),
+        "agentic cost": agentic_report.cost_table(trained),
     }
     page = rebuilt(PAGE.read_text(), tables)
-    drawings = {FIGURE: figure(records)}
-    if trained:
-        drawings[AGENTIC_FIGURE] = agentic_report.figure(trained)
+    drawings = {FIGURE: figure(records), AGENTIC_FIGURE: agentic_report.figure(trained)}
     if args.check:
         is_same = page == PAGE.read_text() and all(
             path.exists() and path.read_text() == text for path, text in drawings.items()

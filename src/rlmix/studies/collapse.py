@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 COLLAPSED_FRAC = 0.5
 """Smoothed success below this share of its best so far is down."""
+VERDICTS = ("collapsed", "decayed", "stable")
 DECAYED_FRAC = 0.9
 """A cell that did not collapse, but ends below this share of its best, has decayed."""
 
@@ -32,6 +33,8 @@ class Outcome:
     """collapsed, decayed or stable."""
     collapse_step: int | None
     """First update of the run of bad ones; None without a collapse."""
+    down_since: int | None
+    """The same of a run of bad ones that lasts to the end, long enough for a collapse or not."""
     best: float
     """Highest smoothed success, 0 to 1."""
     last: float
@@ -83,6 +86,7 @@ def outcome(
     return Outcome(
         verdict=verdict,
         collapse_step=collapse_step,
+        down_since=down_since,
         best=max(best, *curve[span.window_steps - 1 :], 0.0),
         last=curve[-1],
     )

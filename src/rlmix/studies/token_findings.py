@@ -1,17 +1,16 @@
-"""What all cells of the token study say together: verdicts by arm, distance between fleets, and how
-often each early warning spoke in cells that stayed stable."""
+"""What all cells of the token study say together: verdicts by arm and distance between fleets."""
 
 import statistics
 from collections.abc import Sequence
 
+from rlmix.studies.collapse import VERDICTS
 from rlmix.studies.panels import ARM_TITLES
 from rlmix.studies.records import Record, markdown_table, those_of_age, those_with, values_of
 from rlmix.studies.token_grid import ARMS
-from rlmix.studies.token_report import WARNINGS, judged, warning_titles
+from rlmix.studies.token_report import judged
 
 CLOSE = 0.02
 """Two fleets are close under an arm when their mean final scores differ by no more."""
-VERDICTS = ("collapsed", "decayed", "stable")
 
 
 def verdict_table(records: Sequence[Record]) -> str:
@@ -56,20 +55,6 @@ def distance_table(records: Sequence[Record]) -> str:
             texts.append(f"{gap:+.3f}{', close' if abs(gap) <= CLOSE else ''}")
         rows.append(texts)
     return markdown_table(titles, rows)
-
-
-def crossing_table(records: Sequence[Record]) -> str:
-    """Markdown: in how many cells of each verdict a signal was ever beyond its line."""
-    rows = []
-    for verdict in VERDICTS:
-        cells = [r for r in records if judged(r).verdict == verdict]
-        texts = [verdict, str(len(cells))]
-        for key, (_, threshold) in WARNINGS.items():
-            measured = [values_of(r, key) for r in cells if r["curves"].get(key)]
-            crossed = sum(any(value > threshold for value in values) for values in measured)
-            texts.append(f"{crossed} of {len(measured)}")
-        rows.append(texts)
-    return markdown_table(["verdict", "cells", *warning_titles()], rows)
 
 
 def _counts(records: Sequence[Record]) -> dict[str, int]:

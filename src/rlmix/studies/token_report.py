@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Sequence
 
 from rlmix.studies.collapse import TOKEN_SPAN, Outcome, lead_steps, outcome
+from rlmix.studies.crossings import warning_titles
 from rlmix.studies.panels import ARM_TITLES, drawing, line
 from rlmix.studies.records import (
     Record,
@@ -74,10 +75,6 @@ def outcome_table(
     return markdown_table(["arm", *(FLEET_TITLES[f] for f in fleets)], rows)
 
 
-def warning_titles() -> list[str]:
-    return [f"{title} above {threshold:g}" for title, threshold in WARNINGS.values()]
-
-
 def warning_table(records: Sequence[Record]) -> str:
     """Markdown: of the collapsed cells, how many updates before it each signal passed its line."""
     rows = []
@@ -96,7 +93,7 @@ def warning_table(records: Sequence[Record]) -> str:
         rows.append(cells)
     if not rows:
         return "No cell collapsed."
-    return markdown_table(["arm", "fleet", "seed", "collapse at", *warning_titles()], rows)
+    return markdown_table(["arm", "fleet", "seed", "collapse at", *warning_titles(WARNINGS)], rows)
 
 
 def _lead(record: Record, key: str, threshold: float, collapse_step: int) -> str:

@@ -7,7 +7,9 @@ import pytest
 
 from rlmix.config.compose import load_config
 from rlmix.studies.agentic import ARMS, FLEETS, AgenticCell, cells, is_finished, record_run
+from rlmix.studies.agentic_findings import WARNINGS, distance_table, fall_table
 from rlmix.studies.agentic_report import cost_table, figure, judged, outcome_table
+from rlmix.studies.crossings import crossing_table
 
 SEVERAL = {"pass_at_1": 0.4, "pass_at_k": 0.75, "k": 4, "n": 4, "tasks": 50, "void": 0, "facts": {}}
 CELL = AgenticCell(arm="grpo", fleet="mixed", seed=1)
@@ -90,6 +92,33 @@ def test_tables_and_figure_say_what_the_records_say(tmp_path: Path) -> None:
     drawing = figure(records)
     assert "six accelerators" in drawing
     assert "BF16 pools" not in drawing
+
+
+def test_fleets_are_compared_seed_by_seed_under_the_same_arm(tmp_path: Path) -> None:
+    mixed = record(tmp_path, [0.2] * 5, trained=0.5)
+    pairs = [mixed, mixed | {"fleet": "bf16", "eval": {"warm_start": 0.3, "trained": 0.4}}]
+    # Another seed on one fleet only, and another arm, are compared with nothing.
+    alone = [mixed | {"seed": 2}, mixed | {"arm": "mis"}]
+    _, _, row = distance_table(pairs + alone).splitlines()
+    assert row == (
+        "| GRPO | 1 | +0.100 (+0.100 to +0.100) | +0.000 (+0.000 to +0.000) "
+        "| +0.000 (+0.000 to +0.000) |"
+    )
+
+
+def test_a_fall_is_listed_with_what_announced_it_and_a_quiet_run_is_not(tmp_path: Path) -> None:
+    quiet = record(tmp_path / "quiet", [0.6] * 40, trained=0.6)
+    # Mean of five below half of 0.6 from the third bad update on, 33 to the end: too short a time
+    # for a collapse.
+    fallen = record(tmp_path / "fallen", [0.6] * 30 + [0.0] * 10, trained=0.0)
+    k3 = [[step, 3.0 if step == 29 else 0.1] for step in range(1, 41)]
+    fallen["curves"]["mismatch/k3_kl"] = k3
+    _, _, row = fall_table([quiet, fallen]).splitlines()
+    assert row == ("| GRPO | six accelerators | 1 | decayed | 33 | 29 | not measured | 3 at 29 |")
+    assert "No run fell" in fall_table([quiet])
+    table = crossing_table([quiet, fallen], judge=judged, warnings=WARNINGS)
+    assert "| decayed | 1 | 1 of 1 | 0 of 0 |" in table
+    assert "| stable | 1 | 0 of 1 | 0 of 0 |" in table
 
 
 def test_a_begun_run_is_resumed_and_a_new_one_is_started_with_valid_settings(
