@@ -121,7 +121,7 @@ def test_stop_kills_a_group_that_ignores_the_polite_signal(tmp_path):
 
     returncode, took_s, again = asyncio.run(scenario())
     assert returncode == again == -signal.SIGKILL
-    assert 0.3 <= took_s < 2.0
+    assert 0.3 <= took_s < 10.0
     assert all(wait_gone(int(pid)) for pid in marker.read_text().split())
 
 

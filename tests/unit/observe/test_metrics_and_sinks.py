@@ -116,8 +116,8 @@ def test_hanging_sinks_are_left_behind_together_at_the_end() -> None:
     for worker in workers:
         worker.put(1, {})
     started_s = time.monotonic()
-    close_sinks(workers, limit_s=0.1)
-    assert time.monotonic() - started_s < 1.0
+    close_sinks(workers, limit_s=0.5)
+    assert time.monotonic() - started_s < 5.0  # One after the other: 10.
     assert failures == [("s", "it did not finish in time at the end of the run")] * 20
     release.set()
 

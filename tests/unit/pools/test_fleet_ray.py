@@ -108,7 +108,7 @@ def test_a_fleet_that_stops_takes_a_replica_that_waits_for_a_machine_out_of_ray_
             await stage.until(lambda: states() == ["PENDING_CREATION"], timeout_s=30)
             began_s = time.monotonic()
             await fleet.stop()
-            assert time.monotonic() - began_s < 2.0
+            assert time.monotonic() - began_s < 20.0  # Not 600.
             assert cluster._asked == {}
             await stage.until(lambda: states() == ["DEAD"], timeout_s=10)
             starting.cancel()

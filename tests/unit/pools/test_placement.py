@@ -88,7 +88,7 @@ def test_a_fleet_that_stops_does_not_wait_for_a_machine_that_may_come_in_ten_min
             assert stage.status("h100-0").reason == "waiting for a machine with h100"
             began_s = time.monotonic()
             await fleet.stop()
-            assert time.monotonic() - began_s < 6.0  # the other one's polite end, not 600
+            assert time.monotonic() - began_s < 60.0  # the other one's polite end, not 600
             # Killed, which takes its request for a machine back.
             assert waits._target is None
             starting.cancel()
