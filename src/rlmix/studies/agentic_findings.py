@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from rlmix.studies.agentic import ARMS
 from rlmix.studies.agentic_report import FLEET_TITLES, judged
+from rlmix.studies.collapse import COLLAPSED_FRAC
 from rlmix.studies.crossings import crossed
 from rlmix.studies.panels import ARM_TITLES
 from rlmix.studies.records import Record, markdown_table, those_with, values_of
@@ -42,12 +43,13 @@ def _gap(pairs: Sequence[tuple[Record, Record]], score: Callable[[Record], float
 
 
 def fall_table(records: Sequence[Record]) -> str:
-    """Markdown: the runs that did not stay stable or in which a signal passed its line: when."""
+    """Markdown: the runs that did not stay stable, lost the warm start's score on held-out tasks,
+    or in which a signal passed its line: when."""
     rows = []
     for record in records:
         found = judged(record)
         spoke = [crossed(record, key, threshold) for key, (_, threshold) in WARNINGS.items()]
-        if found.verdict == "stable" and True not in spoke:
+        if found.verdict == "stable" and True not in spoke and not lost(record):
             continue
         k3 = values_of(record, "mismatch/k3_kl")
         rows.append([
@@ -55,15 +57,22 @@ def fall_table(records: Sequence[Record]) -> str:
             FLEET_TITLES[record["fleet"]],
             str(record["seed"]),
             found.verdict,
+            f"{record['eval']['trained']:.3f}",
             "never" if found.down_since is None else str(found.down_since),
             *(_first(record, key, threshold) for key, (_, threshold) in WARNINGS.items()),
             f"{max(k3):.2g} at {k3.index(max(k3)) + 1}",
         ])  # fmt: skip
     if not rows:
         return "No run fell and no signal passed its line."
-    titles = ["arm", "fleet", "seed", "verdict", "reward below half of its best to the end since"]
+    titles = ["arm", "fleet", "seed", "verdict", "held-out after", "reward below half since"]
     lines = [f"{title} first above {threshold:g}" for title, threshold in WARNINGS.values()]
     return markdown_table([*titles, *lines, "highest k3"], rows)
+
+
+def lost(record: Record) -> bool:
+    """Whether the trained policy solves fewer than half as many held-out tasks as the warm start.
+    Rewards come from samplers some updates old, so that a fall at the end is seen only here."""
+    return bool(record["eval"]["trained"] < COLLAPSED_FRAC * record["eval"]["warm_start"])
 
 
 def _first(record: Record, key: str, threshold: float) -> str:

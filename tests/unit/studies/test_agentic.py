@@ -114,8 +114,14 @@ def test_a_fall_is_listed_with_what_announced_it_and_a_quiet_run_is_not(tmp_path
     k3 = [[step, 3.0 if step == 29 else 0.1] for step in range(1, 41)]
     fallen["curves"]["mismatch/k3_kl"] = k3
     _, _, row = fall_table([quiet, fallen]).splitlines()
-    assert row == ("| GRPO | six accelerators | 1 | decayed | 33 | 29 | not measured | 3 at 29 |")
+    assert row == (
+        "| GRPO | six accelerators | 1 | decayed | 0.000 | 33 | 29 | not measured | 3 at 29 |"
+    )
     assert "No run fell" in fall_table([quiet])
+    # Samplers that are some updates old do not show what the last updates did.
+    unseen = record(tmp_path / "unseen", [0.6] * 40, trained=0.1)
+    _, _, row = fall_table([quiet, unseen]).splitlines()
+    assert "| stable | 0.100 | never | never |" in row
     table = crossing_table([quiet, fallen], judge=judged, warnings=WARNINGS)
     assert "| decayed | 1 | 1 of 1 | 0 of 0 |" in table
     assert "| stable | 1 | 0 of 1 | 0 of 0 |" in table
