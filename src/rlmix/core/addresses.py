@@ -20,7 +20,8 @@ LAST_PORT = 65_535
 def is_port(text: str) -> bool:
     """Whether a server can be reached at it. A resolver may take a larger number modulo 65,536, and
     that is the port of somebody else."""
-    return text.isascii() and text.isdecimal() and 0 < int(text) <= LAST_PORT
+    is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(LAST_PORT))
+    return is_number and 0 < int(text) <= LAST_PORT
 
 
 def is_server(url: str) -> bool:
