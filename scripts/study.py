@@ -130,12 +130,12 @@ def rebuilt(page: str, tables: dict[str, str]) -> str:
 
 
 def report(args: argparse.Namespace) -> int:
-    from rlmix.studies import agentic_findings, agentic_report, token_findings, token_report
+    from rlmix.studies import agentic_findings, agentic_report, token_findings
     from rlmix.studies.agentic import cells
     from rlmix.studies.crossings import crossing_table
     from rlmix.studies.records import read_records
     from rlmix.studies.token_grid import num_cells
-    from rlmix.studies.token_report import figure, outcome_table, warning_table
+    from rlmix.studies.token_report import WARNINGS, figure, judged, outcome_table, warning_table
 
     records, trained = read_records(args.records), read_records(AGENTIC_RECORDS)
     for folder, found, command in (
@@ -148,9 +148,7 @@ def report(args: argparse.Namespace) -> int:
         "token stale": outcome_table(records, fresh=False),
         "token fresh": outcome_table(records, fresh=True),
         "token warnings": warning_table(records),
-        "token crossings": crossing_table(
-            records, judge=token_report.judged, warnings=token_report.WARNINGS
-        ),
+        "token crossings": crossing_table(records, judge=judged, warnings=WARNINGS),
         "token verdicts": token_findings.verdict_table(records),
         "token distances": token_findings.distance_table(records),
         "token samplers": outcome_table(records, fresh=False, score="sampler/good_frac"),

@@ -208,6 +208,7 @@ def test_a_batch_gives_each_request_its_own_parameters(engine):
     for n, turn in enumerate(run(scenario())):
         found = [gaps(engine, turn, prompt(20 + n), temperature=t).mean() for t in temperatures]
         assert int(np.argmin(found)) == n % 3, found
+        assert min(found) < 2 * engine.mean_nats / min(temperatures[n % 3], 1.0)
 
 
 def test_a_prompt_that_does_not_fit_is_a_400_and_harms_nobody(engine):

@@ -4,6 +4,7 @@ a fall."""
 import statistics
 from collections.abc import Callable, Sequence
 
+from rlmix.studies import token_report
 from rlmix.studies.agentic import ARMS
 from rlmix.studies.agentic_report import FLEET_TITLES, judged
 from rlmix.studies.collapse import COLLAPSED_FRAC
@@ -11,8 +12,12 @@ from rlmix.studies.crossings import crossed
 from rlmix.studies.panels import ARM_TITLES
 from rlmix.studies.records import Record, markdown_table, those_with, values_of
 
-WARNINGS = {"mismatch/k3_kl": ("k3", 1.0), "correction/sc_tail_ratio": ("tail ratio", 20.0)}
-"""Those of the token study that a run has. A tail ratio is known where centering has heads."""
+WARNINGS = {
+    "mismatch/k3_kl": token_report.WARNINGS["mismatch/k3_kl"],
+    "correction/sc_tail_ratio": token_report.WARNINGS["correction/head_tail_ratio"],
+}
+"""Those of the token study that a run has, with its lines. A tail ratio is known where
+centering has heads."""
 
 
 def distance_table(records: Sequence[Record]) -> str:
